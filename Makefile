@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each sets up what it needs in .venv and nowhere else.
+
+VENV    := .venv
+PYTHON  ?= python3
+PY      := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(VENV)/examples
+	DDP_UTILS_NPROC=2 $(PY) examples/digits/after.py
+
+test: lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint
+	$(PY) -m pytest
+
+lint: $(VENV)/test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/bench
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+# Each stamp stands for one set of extras, installed. torch is named first and by its
+# pinned version, so that no other package's wish decides which build is fetched.
+$(VENV)/%: setup.cfg constraints.txt | $(VENV)/bin/python
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) --editable ".[$(EXTRAS_$*)]"
+	touch $@
+
+EXTRAS_examples := examples
+EXTRAS_test     := test,examples
+EXTRAS_bench    := bench,examples
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""Floor 7, the data's side: which sample goes to which rank, and when."""

@@ -1,0 +1,1 @@
+"""Floor 1, the ground: what every other room stands on."""

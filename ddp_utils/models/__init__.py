@@ -1,0 +1,1 @@
+"""Floor 8, the model's side: wrapping, accumulating, saving and stopping."""

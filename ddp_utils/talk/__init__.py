@@ -1,0 +1,1 @@
+"""Floor 5, talking: collectives on trees, and the messages they are made of."""

@@ -93,6 +93,19 @@ def shutdown_distributed() -> None:
         dist.destroy_process_group()
 
 
+def leave(store: dist.Store, rank: int, how: str) -> None:
+    """Leave the group, with word for those who may still wait for this rank on the store.
+
+    ``store`` is :func:`shared_store` as it was inside the group, which may be gone by now.
+    Peers that wait in a collective notice by themselves: their connection closes.
+    """
+    try:
+        store.set(f"left/{rank}", how)
+    except RuntimeError:
+        pass  # whoever kept the store has gone; so has everybody who could wait
+    shutdown_distributed()
+
+
 def shared_store() -> dist.Store:
     """Return the store that all ranks of the group share, under a prefix of this package's own.
 

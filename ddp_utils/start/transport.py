@@ -10,13 +10,12 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from ddp_utils.ground.errors import StartError
 
-__all__ = ["FrameReader", "Function", "check_picklable", "dumps", "frame", "loads", "refer_to"]
+__all__ = ["FrameReader", "check_picklable", "dumps", "frame", "loads"]
 
 LARGE = 64 * 2**20
 HEADER = struct.Struct("!Q")
@@ -67,57 +66,7 @@ class FrameReader:
             yield payload
 
 
-@dataclass(frozen=True)
-class Function:
-    """How a rank finds the function to run: by name, or as the bytes of a ``cloudpickle``."""
-
-    module: str
-    qualname: str
-    pickled: bytes | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.qualname}"
-
-
-def refer_to(fn: Callable[..., Any]) -> Function:
-    """Return how to find ``fn`` in a rank, where ``__main__`` is imported afresh.
-
-    Raises:
-        StartError: ``fn`` has no name that a rank could look up, and cloudpickle is missing.
-    """
-    module = getattr(fn, "__module__", None) or "__main__"
-    qualname = getattr(fn, "__qualname__", type(fn).__qualname__)
-    if _has_importable_name(module, qualname):
-        return Function(module, qualname)
-    try:
-        import cloudpickle
-    except ImportError:
-        raise StartError(
-            f"{qualname} cannot be found again by a rank: it is a lambda, nested in another "
-            "function, or typed into a notebook or shell. Define it at the top level of a file, "
-            "or install cloudpickle (pip install 'torch-ddp-utils[notebook]')."
-        ) from None
-    try:
-        return Function(module, qualname, cloudpickle.dumps(fn))
-    except Exception as error:
-        raise StartError(f"{qualname} cannot be sent to the ranks: {error}") from error
-
-
-def _has_importable_name(module: str, qualname: str) -> bool:
-    if "<" in qualname:
-        return False
-    main = sys.modules.get(module)
-    if module not in ("__main__", "__mp_main__"):
-        return main is not None
-    return getattr(main, "__spec__", None) is not None or _is_file(main)
-
-
-def _is_file(module: Any) -> bool:
-    path = getattr(module, "__file__", None)
-    return path is not None and not path.startswith("<")
-
-
-def check_picklable(fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def check_picklable(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Return the pickled arguments, or say which of them does not pickle, and where in it.
 
     Raises:

@@ -155,6 +155,11 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, tb))
 
 
+def summary(error: BaseException) -> str:
+    """Return an exception's last line, as Python prints it."""
+    return traceback.format_exception_only(type(error), error)[-1].strip()
+
+
 def signal_name(number: int) -> str:
     """Return ``SIGKILL`` for 9."""
     try:

@@ -1,0 +1,151 @@
+"""In which shuffled order are the samples of an epoch visited?
+
+:class:`Permutation` answers for any stretch of positions at once, without making the whole
+order: in constant time and memory at every length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ddp_utils.agree.seeding import mix_seeds
+
+__all__ = ["Permutation"]
+
+Array = npt.NDArray[Any]
+
+TABLE_BELOW = 1 << 16
+"""Shorter orders are a true permutation, held as a table."""
+TABULATE_BELOW = 1 << 32
+"""Below this the round functions are looked up, in tables of at most 2**16 entries."""
+ROUNDS = 8
+
+
+class Permutation:
+    """One order of ``range(length)``, chosen by a seed and an epoch.
+
+    Same numbers, same order, on every platform and every version of NumPy and torch.
+
+    Construction. Below 2**16: the Fisher-Yates shuffle of ``numpy.random.RandomState``, whose
+    stream NumPy has frozen. Above: a keyed permutation, a Feistel network on the mixed radices
+    ``a * b >= length`` with a and b next to the square root. Position ``p = l * b + r``
+    goes through eight rounds ``l += F(r) mod a`` and ``r += F(l) mod b`` in turn; F hashes its
+    argument with the round's key. The few results beyond ``length`` go through once more, until
+    they fall inside (cycle walking), which keeps the map a bijection.
+
+    Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), for both
+    the generalised Feistel network and cycle walking; Steele, Lea and Flood (OOPSLA 2014) for
+    the hash, the finaliser of SplitMix64; Lemire, "Fast random integer generation in an
+    interval" (2019), for bringing it into a range.
+
+    Example:
+        >>> order = Permutation(10, seed=0, epoch=0)
+        >>> sorted(order.take(range(10))) == list(range(10))
+        True
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        self.length = length
+        if length < TABLE_BELOW:
+            self._table = _shuffled(length, (seed + epoch * 0x9E3779B9) & 0xFFFFFFFF)
+        else:
+            self._network = _Feistel(length, mix_seeds(seed, epoch))
+
+    def take(self, positions: range) -> list[int]:
+        """Return the samples at an ascending range of positions, as Python integers."""
+        if self.length < TABLE_BELOW:
+            return cast(
+                "list[int]", self._table[positions.start : positions.stop : positions.step].tolist()
+            )
+        where = np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+        return cast("list[int]", self._network(where).tolist())
+
+    def __call__(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the samples at any positions, as an array of the same shape."""
+        where = np.asarray(positions, dtype=np.int64)
+        if self.length < TABLE_BELOW:
+            return cast(Array, self._table[where].astype(np.int64))
+        return self._network(where.ravel()).reshape(where.shape)
+
+
+_integers: Array = np.empty(0, dtype=object)
+
+
+def _shuffled(length: int, seed: int) -> Array:
+    """Return a shuffled array of the Python integers below ``length``.
+
+    Objects, not machine integers: they are made once per process, and handing them out costs
+    a quarter of making new ones, which is most of the cost of a short order.
+    """
+    global _integers
+    if len(_integers) < length:
+        _integers = np.arange(1 << (length - 1).bit_length()).astype(object)
+    table = _integers[:length].copy()
+    np.random.RandomState(seed).shuffle(table)
+    return table
+
+
+class _Feistel:
+    def __init__(self, length: int, key: int) -> None:
+        self.length = length
+        self.a = _root(length)
+        self.b = -(-length // self.a)
+        self._keys = [mix_seeds(key, number) for number in range(ROUNDS)]
+        self._tables: list[Array] | None = None
+        if length < TABULATE_BELOW:
+            sizes = ((self.b, self.a), (self.a, self.b))
+            self._tables = [
+                _hash(np.arange(sizes[i % 2][0], dtype=np.uint64), k, sizes[i % 2][1])
+                for i, k in enumerate(self._keys)
+            ]
+
+    def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        samples = self._once(positions)
+        (outside,) = np.nonzero(samples >= self.length)
+        while len(outside):
+            samples[outside] = self._once(samples[outside])
+            outside = outside[samples[outside] >= self.length]
+        return samples
+
+    def _once(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        left = positions // self.b
+        right = (positions - left * self.b).view(np.uint64)
+        left = left.view(np.uint64)
+        spare = np.empty_like(left)
+        for number in range(0, ROUNDS, 2):
+            self._add(number, left, right, self.a, spare)
+            self._add(number + 1, right, left, self.b, spare)
+        return cast(Array, (left * np.uint64(self.b) + right).view(np.int64))
+
+    def _add(self, number: int, to: Array, of: Array, modulus: int, spare: Array) -> None:
+        """Add ``F(of)`` to ``to`` modulo ``modulus``, in place."""
+        if self._tables is None:
+            value = _hash(of, self._keys[number], modulus)
+        else:
+            value = self._tables[number].take(of.view(np.int64), mode="clip", out=spare)
+        np.add(to, value, out=to)
+        # Below the modulus the subtraction wraps to a huge number, so the minimum is right.
+        np.subtract(to, np.uint64(modulus), out=spare)
+        np.minimum(to, spare, out=to)
+
+
+def _hash(x: Array, key: int, modulus: int) -> Array:
+    """Return a keyed pseudorandom number below ``modulus`` (at most 2**32) for each x."""
+    z = x * np.uint64(0x9E3779B97F4A7C15)
+    z += np.uint64(key)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z >>= np.uint64(32)
+    z *= np.uint64(modulus)
+    z >>= np.uint64(32)
+    return cast(Array, z)
+
+
+def _root(length: int) -> int:
+    root = int(np.sqrt(float(length)))
+    return root if root * root >= length else root + 1

@@ -112,3 +112,7 @@ def _rank_failed_error(
     error.args = (message,)
     error.__dict__.update(state)
     return error
+
+
+for _name in __all__:  # tracebacks and pickles name these where the user imports them
+    globals()[_name].__module__ = "ddp_utils"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
-__all__ = ["leaves_with_paths", "map_leaves"]
+__all__ = ["flatten", "leaves_with_paths", "map_leaves", "paths_of", "unflatten"]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -23,10 +25,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     >>> map_leaves(lambda x: 2 * x, {"a": 1, "b": (2, [3])})
     {'a': 2, 'b': (4, [6])}
     """
-    branches = _branches(tree)
-    if branches is None:
-        return fn(tree)
-    return _rebuild(tree, {key: map_leaves(fn, child) for key, child in branches})
+    structure, leaves = flatten(tree)
+    return unflatten(tree, structure, [fn(leaf) for leaf in leaves])
 
 
 def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -35,51 +35,118 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     >>> list(leaves_with_paths({"b": [1, 2], "a": 0}))
     [("['a']", 0), ("['b'][0]", 1), ("['b'][1]", 2)]
     """
-    branches = _branches(tree)
-    if branches is None:
-        yield path, tree
-        return
-    by_name = dataclasses.is_dataclass(tree) or hasattr(tree, "_fields")
-    for key, child in branches:
-        yield from leaves_with_paths(child, f"{path}.{key}" if by_name else f"{path}[{key!r}]")
+    structure, leaves = flatten(tree)
+    yield from zip(paths_of(structure, path), leaves, strict=True)
 
 
-def _branches(node: Any) -> list[tuple[Any, Any]] | None:
-    """Return the node's ``(key, child)`` pairs in canonical order, or None for a leaf."""
-    if isinstance(node, Mapping):
-        return sorted(node.items(), key=_canonical)
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, (list, tuple)):
-        return list(enumerate(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+def flatten(tree: Any) -> tuple[Hashable, list[Any]]:
+    """Return the tree's structure and its leaves, in canonical order.
+
+    The structure is hashable: it is None for a leaf, else the kind of path step, the keys in
+    canonical order and the structures below them.
+
+    >>> flatten({"b": 1, "a": [2]})
+    (('[]', ('a', 'b'), (('[]', (0,), (None,)), None)), [2, 1])
+    """
+    leaves: list[Any] = []
+    return _flatten(tree, leaves), leaves
+
+
+def unflatten(tree: Any, structure: Any, leaves: Sequence[Any]) -> Any:
+    """Return a copy of ``tree``, whose structure is given, that holds other ``leaves``."""
+    return _unflatten(tree, structure, iter(leaves))
+
+
+def paths_of(structure: Any, path: str = "") -> list[str]:
+    """Return the path of each leaf, in canonical order."""
+    if structure is None:
+        return [path]
+    step, keys, below = structure
+    paths: list[str] = []
+    for key, child in zip(keys, below, strict=True):
+        paths += paths_of(child, f"{path}.{key}" if step == "." else f"{path}[{key!r}]")
+    return paths
+
+
+def _flatten(node: Any, leaves: list[Any]) -> Any:
+    split = _SPLITS[type(node)]
+    if split is None:
+        leaves.append(node)
+        return None
+    step, keys, children = split(node)
+    return step, keys, tuple([_flatten(child, leaves) for child in children])
+
+
+def _unflatten(node: Any, structure: Any, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    _, keys, below = structure
+    if any(below):
+        _, _, children = _SPLITS[type(node)](node)  # type: ignore[misc]  # a container splits
+        new = [_unflatten(*pair, leaves) for pair in zip(children, below, strict=True)]
+    else:
+        new = list(islice(leaves, len(below)))
+    return _rebuild(node, keys, new)
+
+
+Split = Callable[[Any], tuple[str, tuple[Any, ...], Sequence[Any]]]
+
+
+class _Splits(dict[type, "Split | None"]):
+    """What splits a container of a type into (step, keys, children); None for a leaf's type."""
+
+    def __missing__(self, kind: type) -> Split | None:
+        self[kind] = split = _how_to_split(kind)
+        return split
+
+
+def _how_to_split(kind: type) -> Split | None:
+    if issubclass(kind, Mapping):
+        return _split_mapping
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        fields = kind._fields
+        return lambda node: (".", fields, node)
+    if issubclass(kind, (list, tuple)):
+        return lambda node: ("[]", tuple(range(len(node))), node)
+    if dataclasses.is_dataclass(kind):
+        names = tuple(field.name for field in dataclasses.fields(kind))
+        return lambda node: (".", names, [getattr(node, name) for name in names])
     return None
 
 
-def _canonical(item: tuple[Any, Any]) -> tuple[str, str]:
-    key = item[0]
+_SPLITS = _Splits()
+
+
+def _split_mapping(node: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
+    keys = _in_order(tuple(node))
+    return "[]", keys, [node[key] for key in keys]
+
+
+@lru_cache(maxsize=256)
+def _in_order(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(sorted(keys, key=_canonical))
+
+
+def _canonical(key: Any) -> tuple[str, str]:
     return type(key).__name__, key if isinstance(key, str) else repr(key)
 
 
-def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
+def _rebuild(node: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
     """Return a container like ``node`` that holds ``children``."""
-    if type(node) is dict:
-        return {key: children[key] for key in node}
-    if type(node) in (list, tuple):
-        return type(node)(children.values())
+    kind = type(node)
+    if kind is dict:
+        by_key = dict(zip(keys, children, strict=True))
+        return {key: by_key[key] for key in node}
+    if kind in (list, tuple):
+        return kind(children)
     if isinstance(node, Mapping):
-        new = copy.copy(node)
-        for key in node:
-            new[key] = children[key]  # type: ignore[index]  # every mapping in use is mutable
+        new: Any = copy.copy(node)
+        for key, child in zip(keys, children, strict=True):
+            new[key] = child
         return new
     if isinstance(node, (list, tuple)):
-        return (
-            type(node)(*children.values())
-            if hasattr(node, "_fields")
-            else type(node)(children.values())
-        )
+        return kind(*children) if hasattr(node, "_fields") else kind(children)
     new = copy.copy(node)
-    for name, child in children.items():
+    for name, child in zip(keys, children, strict=True):
         object.__setattr__(new, name, child)
     return new

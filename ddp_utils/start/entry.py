@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import io
 import mmap
 import os
 import random
@@ -97,9 +98,10 @@ def run_forked(
     for target, source in enumerate(standard):
         os.dup2(source, target)
         os.close(source)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    # The parent's stream objects may be anything, a test's or a notebook's.
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = _writer(1, errors="strict")
+    sys.stderr = _writer(2, errors="backslashreplace")
     atexit._clear()  # those of the parent are not this rank's to run
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
@@ -109,12 +111,20 @@ def run_forked(
     sys.exit(code)
 
 
+def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors=errors)
+
+
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:
     """Call the job's function as one rank, tell the parent how it went, return the exit code."""
     end_with(server)
     if job.first_rank + local_rank > 0:
         os.setpgid(0, 0)  # rank zero keeps the terminal: elsewhere its first read would stop it
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a killed rank has still said its lines
     report = _Report(channel, job.first_rank + local_rank, job.started)
     try:
         _settle_in(job, local_rank)
@@ -150,15 +160,26 @@ def _settle_in(job: Job, local_rank: int) -> None:
     sys.path[:] = job.path
     sys.argv[:] = job.argv
     signal.signal(signal.SIGINT, signal.SIG_IGN if job.ignore_interrupts else _interrupt_once())
+    _forget_the_parents_state()
+    from ddp_utils.process_group import set_threads
+
+    set_threads(job.nproc)
+
+
+def _forget_the_parents_state() -> None:
+    """Give a forked rank the state that a fresh interpreter would have."""
     import numpy
     import torch
-
-    from ddp_utils.process_group import set_threads
 
     random.seed()
     numpy.random.seed()
     torch.seed()
-    set_threads(job.nproc)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    for device_type in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device_type, False)
 
 
 def _interrupt_once() -> Any:
@@ -209,7 +230,7 @@ def _pack(value: Any, rank: int) -> bytes:
         raise TypeError(
             f"rank {rank} returned a {type(value).__name__} that cannot be sent to the process "
             f"that started it ({error}). Return plain values, arrays or tensors."
-        ) from error
+        ) from None
 
 
 class _Report:

@@ -65,8 +65,9 @@ def main(control_fd: int, preload: list[str]) -> NoReturn:
 def serve(control: socket.socket) -> NoReturn:
     """Start ranks at the word of the process at the other end, until that is gone."""
     try:
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
+        _reset_signals()
+        sys.settrace(None)  # a debugger or a coverage tool is at work in the parent, not here
+        sys.setprofile(None)
         become_reaper()
         gc.collect()
         gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
@@ -74,6 +75,16 @@ def serve(control: socket.socket) -> NoReturn:
     finally:
         kill_descendants(signal.SIGKILL)
         os._exit(0)
+
+
+def _reset_signals() -> None:
+    """Drop the parent's handlers, and ignore what must not end this process."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def cover_descriptors(keep: int) -> None:
@@ -149,7 +160,7 @@ class Server:
         if what == "job":
             self._take_job(*details, *descriptors)
         elif what == "start":
-            self._start(*details, descriptors)
+            self._start(*details, *descriptors)
         elif what == "signal":
             self._signal(*details)
         elif what == "sweep":
@@ -160,7 +171,7 @@ class Server:
         self._job = entry.read_job(job_fd)
         self._job_fd = job_fd
 
-    def _start(self, local_rank: int, forks: bool, descriptors: list[int]) -> None:
+    def _start(self, local_rank: int, forks: bool, *descriptors: int) -> None:
         assert self._job is not None
         start = self._fork if forks else self._execute
         process = start(self._job, local_rank, descriptors)
@@ -170,7 +181,7 @@ class Server:
             os.close(descriptor)
         self._tell("started", local_rank, process.pid)
 
-    def _fork(self, job: entry.Job, local_rank: int, descriptors: list[int]) -> Any:
+    def _fork(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> Any:
         rank = job.first_rank + local_rank
         process = multiprocessing.get_context("fork").Process(
             target=self._in_rank, args=(job, local_rank, descriptors), name=f"rank {rank}"
@@ -178,14 +189,14 @@ class Server:
         process.start()
         return process
 
-    def _in_rank(self, job: entry.Job, local_rank: int, descriptors: list[int]) -> None:
+    def _in_rank(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> None:
         for descriptor in (self._wake_read, self._wake_write, self._job_fd):
             os.close(descriptor)
         self._control.close()
         channel, stdin, stdout, stderr, stacks = descriptors
         entry.run_forked(job, local_rank, (channel, stdin, stdout, stderr, stacks), os.getppid())
 
-    def _execute(self, job: entry.Job, local_rank: int, descriptors: list[int]) -> Any:
+    def _execute(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> Any:
         channel, stdin, stdout, stderr, stacks = descriptors
         numbers = (os.dup(self._job_fd), channel, stacks)
         code = (

@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from ddp_utils.ground import settings
-from ddp_utils.ground.errors import RankEnd, RankFailedError
+from ddp_utils.ground.errors import RankEnd, RankFailedError, StartError
 from ddp_utils.start import server, verdict
 from ddp_utils.start.entry import STACKS_SIGNAL, Job
 from ddp_utils.start.output import LineForwarder, Outputs
@@ -93,7 +93,7 @@ class Supervisor:
         for local_rank in range(self._job.nproc):
             ours, theirs = socket.socketpair()
             streams, forwarders = self._outputs.open(local_rank)
-            stacks = tempfile.TemporaryFile()
+            stacks = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank's other files
             message = ("start", local_rank, self._server.forks)
             given = [theirs.fileno(), *streams, stacks.fileno()]
             server.send(self._server.control, message, given)
@@ -226,7 +226,7 @@ class Supervisor:
             return reported
         if rank.told_to_end:
             return RankEnd(number, "ended", moment, None if name else code, name)
-        kind = "killed" if name else "exited"
+        kind: Literal["killed", "exited"] = "killed" if name else "exited"
         after = " after it had returned" if reported is not None else ""
         tail = self._outputs.tail(number)
         return RankEnd(number, kind, moment, None if name else code, name, after, tail)
@@ -288,6 +288,8 @@ class Supervisor:
             raise RankFailedError(message, rank=root.rank, failures=ends)
         failed = self._ranks[root.rank - self._job.first_rank]
         cause = loads(failed.payload) if failed.payload and root.kind == "raised" else None
+        if isinstance(cause, StartError):
+            raise cause  # the same on every rank, and not of its making
         message = verdict.tell(root, ends)
         raise RankFailedError(message, rank=root.rank, cause=cause, failures=ends) from cause
 
@@ -306,10 +308,10 @@ def _caught_signals() -> Iterator[int]:
     os.set_blocking(write, False)
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(
-                    number, lambda number, stack: os.write(write, bytes([number])) and None
+        for caught in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(caught) is not signal.SIG_IGN:
+                before[caught] = signal.signal(
+                    caught, lambda number, stack: os.write(write, bytes([number])) and None
                 )
     try:
         yield read

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         RendezvousError,
         StartError,
     )
+    from ddp_utils.ground.unwrapping import unwrap
     from ddp_utils.launch import distributed_main, launch
     from ddp_utils.models.accumulate import accumulate, global_scale
+    from ddp_utils.models.batchnorm import revert_sync_batchnorm
     from ddp_utils.models.checkpoint import load_checkpoint, save_checkpoint
     from ddp_utils.models.preemption import stop_requested
     from ddp_utils.models.prefixes import load_model_state, strip_module_prefix
-    from ddp_utils.models.wrap import revert_sync_batchnorm, unwrap, wrap_ddp, wrap_dp
+    from ddp_utils.models.wrap import wrap_ddp, wrap_dp
     from ddp_utils.process_group import init_distributed, shutdown_distributed
     from ddp_utils.talk.collectives import (
         all_gather,
@@ -143,7 +145,9 @@ _WHERE = {
     "models.checkpoint": "load_checkpoint save_checkpoint",
     "models.preemption": "stop_requested",
     "models.prefixes": "load_model_state strip_module_prefix",
-    "models.wrap": "revert_sync_batchnorm unwrap wrap_ddp wrap_dp",
+    "ground.unwrapping": "unwrap",
+    "models.batchnorm": "revert_sync_batchnorm",
+    "models.wrap": "wrap_ddp wrap_dp",
     "process_group": "init_distributed shutdown_distributed",
     "talk.collectives": "all_gather all_ranks all_reduce_max all_reduce_mean all_reduce_min"
     " all_reduce_sum any_rank barrier broadcast gather_cat",

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ddp_utils.ground import settings
-from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import devices
+from ddp_utils.world.launchers import detect
 
 __all__ = [
     "World",
@@ -60,11 +60,14 @@ class World:
 SIMULATED: ContextVar[World | None] = ContextVar("ddp_utils.simulated_world", default=None)
 """What ``ddp_utils.testing.simulated_world`` puts before everything else."""
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
 
 def detect_world(environ: Mapping[str, str]) -> World:
     """Decide from environment variables alone who a process is.
+
+    In this order: a rank that this package started; ``DDP_UTILS_LAUNCHER``; torchrun and what
+    sets the same variables; a step of ``srun`` with more than one task; MPI launchers; machines
+    named by hand (``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``: here the launcher
+    is ``none``, and the process stands for its machine until it starts ranks); alone.
 
     Raises:
         LauncherError: half a launcher's variables, or two launchers that contradict.
@@ -75,41 +78,13 @@ def detect_world(environ: Mapping[str, str]) -> World:
     ...               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).node_rank
     1
     """
-    forced = settings.LAUNCHER.get(environ)
-    if settings.STARTED_BY_US in environ:
-        return replace(_from_torchrun(environ), launcher="spawn")
-    if forced == "none":
-        return World(evidence=("DDP_UTILS_LAUNCHER=none",))
-    if forced == "torchrun" or any(name in environ for name in ("RANK", "LOCAL_RANK")):
-        return _from_torchrun(environ)
-    return World(evidence=("no launcher's variables",))
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> World:
-    found = [name for name in TORCHRUN if name in environ]
-    missing = [name for name in TORCHRUN if name not in environ]
-    if missing:
-        raise LauncherError(
-            f"the environment names a launcher only in half: found {', '.join(found) or 'nothing'}"
-            f", missing {', '.join(missing)}. Start with torchrun, which sets them all, set the "
-            "missing ones, or set DDP_UTILS_LAUNCHER=none to ignore them."
-        )
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    local_rank = int(environ["LOCAL_RANK"])
-    local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-    if not 0 <= rank < world_size:
-        raise LauncherError(f"RANK={rank} is outside a world of WORLD_SIZE={world_size}")
+    found = detect(environ)
     return World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=int(environ.get("GROUP_RANK", (rank - local_rank) // local_world_size)),
-        num_nodes=int(environ.get("GROUP_WORLD_SIZE", max(1, world_size // local_world_size))),
-        launcher="torchrun",
-        master_addr=environ["MASTER_ADDR"],
-        master_port=int(environ["MASTER_PORT"]),
-        evidence=tuple(f"{name}={environ[name]}" for name in found),
+        **found.facts,
+        launcher=found.launcher,
+        master_addr=found.master_addr,
+        master_port=found.master_port,
+        evidence=found.evidence,
     )
 
 

@@ -19,8 +19,11 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import default_store
-from ddp_utils.ground.errors import RendezvousError
-from ddp_utils.world import devices
+from ddp_utils.ground.errors import DistributedError, RendezvousError
+from ddp_utils.rendezvous import meet, roll_call
+from ddp_utils.world import devices, interfaces
+from ddp_utils.world.addresses import is_loopback
+from ddp_utils.world.cores import share_of_cores, usable_cores
 from ddp_utils.world.world import World, current_world, detect_world, get_device
 
 __all__ = [
@@ -30,6 +33,9 @@ __all__ = [
     "shared_store",
     "shutdown_distributed",
 ]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""torch's own for gloo, for what waits at the store."""
 
 _made_here: dist.ProcessGroup | None = None
 
@@ -55,7 +61,7 @@ def init_distributed(
 
     Raises:
         LauncherError: The environment names a launcher only in half.
-        RendezvousError: The master address does not resolve.
+        RendezvousError: An address or a port is wrong, or some ranks did not come.
         ValueError: This torch has no such backend.
 
     Example:
@@ -68,12 +74,16 @@ def init_distributed(
     if dist.is_initialized():
         return current_world()
     world = detect_world(os.environ)
-    device = get_device()
-    backend = _checked_backend(backend or devices.backend_for(device.type))
+    wait = _seconds(timeout)
+    if world.launcher in ("slurm", "mpi"):  # torchrun and this package's own start do it themselves
+        set_threads(world.local_world_size, _cores_per_task(world))
+    backend = _checked_backend(backend or devices.backend_for(devices.accelerator_type()))
+    store, device, interface = _come_together(world, init_method, wait)
+    options: dict[str, object] = {} if wait is None else {"timeout": wait}
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    options = _init_options(world, backend, init_method, device, _seconds(timeout))
-    with _gloo_interface(world):
+        options["device_id"] = device
+    options |= {"store": store, "rank": world.rank, "world_size": world.world_size}
+    with _gloo_uses(interface, for_good=world.world_size > 1):
         dist.init_process_group(backend, **options)  # type: ignore[arg-type]
     _made_here = dist.group.WORLD
     agreed_seed()
@@ -125,22 +135,26 @@ def agreed_seed() -> int:
     return int(shared_store().compare_set("seed", "", str(proposal)))
 
 
-def set_threads(local_world_size: int) -> None:
+def set_threads(local_world_size: int, per_task: int | None = None) -> None:
     """Share this machine's usable cores between the ranks on it, unless the user has decided.
 
-    Without this N ranks would each use all cores and slow each other down.
+    Without this N ranks would each use all cores and slow each other down. ``per_task`` is the
+    number that the launcher was asked for.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, usable_cores() // local_world_size)
+        threads = share_of_cores(
+            local_world_size,
+            usable=usable_cores(),
+            available=usable_cores(os.getppid()),
+            per_task=per_task,
+        )
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _cores_per_task(world: World) -> int | None:
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(asked) if world.launcher == "slurm" and asked.isdigit() else None
 
 
 def _seconds(timeout: float | timedelta | None) -> timedelta | None:
@@ -163,29 +177,38 @@ def _checked_backend(backend: str) -> str:
     return backend
 
 
-def _init_options(
-    world: World,
-    backend: str,
-    init_method: str | None,
-    device: torch.device,
-    timeout: timedelta | None,
-) -> dict[str, object]:
-    """Return the arguments of ``init_process_group`` that say where the ranks meet."""
-    options: dict[str, object] = {"rank": world.rank, "world_size": world.world_size}
-    if timeout is not None:
-        options["timeout"] = timeout
+def _come_together(
+    world: World, init_method: str | None, wait: timedelta | None
+) -> tuple[dist.Store, torch.device, str | None]:
+    """Return the job's store, this rank's device and gloo's interface, once all ranks are there.
+
+    What is wrong with one rank alone is told to all of them at the store. Ranks that this
+    package started on one machine need no roll call: their parent sees what becomes of them.
+    """
+    if init_method is None and world.world_size == 1:
+        return dist.HashStore(), _own_device(), "lo"
+    if world.launcher == "spawn" and world.num_nodes == 1:
+        return _store_of_our_parent(world, wait), _own_device(), "lo"
+    meeting = meet(world, init_method, wait)
+    device, trouble = torch.device("cpu"), None
+    try:
+        _check_interface()
+        device = _own_device()
+    except DistributedError as error:
+        trouble = error
+    shared = settings.OVERSUBSCRIBE.get()
+    identity = None if shared else devices.identity(device)
+    master_ip = roll_call(meeting, world, wait, device=identity, trouble=trouble)
+    meeting.store.set_timeout(wait or DEFAULT_TIMEOUT)
+    return meeting.store, device, _interface(world, master_ip)
+
+
+def _own_device() -> torch.device:
+    """Return this rank's device, made the current one of its type."""
+    device = get_device()
     if device.type != "cpu":
-        options["device_id"] = device
-    if init_method is not None:
-        options["init_method"] = init_method
-    elif world.launcher == "spawn":
-        options["store"] = _store_of_our_parent(world, timeout)
-    elif world.world_size == 1:
-        options["store"] = dist.HashStore()
-    else:
-        _check_master(world)
-        options["init_method"] = "env://"
-    return options
+        torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def _store_of_our_parent(world: World, timeout: timedelta | None) -> dist.Store:
@@ -199,36 +222,46 @@ def _store_of_our_parent(world: World, timeout: timedelta | None) -> dist.Store:
     )
 
 
-def _check_master(world: World) -> None:
-    """Raise at once for an address that does not resolve, instead of at the timeout."""
-    try:
-        socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RendezvousError(
-            f"rank {world.rank} on {socket.gethostname()}: MASTER_ADDR={world.master_addr!r} "
-            f"(port {world.master_port}) does not resolve to an address ({error}). Set "
-            "MASTER_ADDR to the name or address of the machine that runs rank 0."
-        ) from None
+def _check_interface() -> None:
+    """Raise for a ``GLOO_SOCKET_IFNAME`` that gloo could not use, in words that help."""
+    value = os.environ.get(interfaces.GLOO)
+    wrong = interfaces.wrong_interface(value, interfaces.interface_addresses()) if value else None
+    if wrong is not None:
+        raise RendezvousError(f"{interfaces.GLOO}={value}: {wrong}")
+
+
+def _interface(world: World, master_ip: str | None) -> str | None:
+    """Return the interface for gloo: loopback on one machine, else the one towards rank zero.
+
+    ``master_ip`` is how other machines see rank zero's, where the name of a machine often stands
+    for loopback. None leaves the choice to gloo.
+    """
+    host = master_ip or world.master_addr
+    if host is None or (world.num_nodes == 1 and not is_loopback(host)):
+        return None
+    own = interfaces.source_address(host, world.master_port or 0)
+    if own is None:
+        return None
+    return interfaces.choose_interface(own, interfaces.interface_addresses())
 
 
 @contextmanager
-def _gloo_interface(world: World) -> Iterator[None]:
-    """Let gloo listen on loopback only, where all ranks are on this machine.
+def _gloo_uses(interface: str | None, *, for_good: bool) -> Iterator[None]:
+    """Let gloo listen on one interface, unless the user has named another.
 
-    gloo reads the variable when it makes a device. In a rank that this package started it
-    stays, so that groups made later are closed to the network too.
+    gloo reads the variable when it makes a group. In a rank it stays, for groups made later; a
+    process that is alone keeps its environment.
     """
-    name = "GLOO_SOCKET_IFNAME"
-    alone = world.launcher == "spawn" or world.world_size == 1
-    if name in os.environ or world.num_nodes > 1 or not alone or sys.platform != "linux":
+    known = {name for _, name in socket.if_nameindex()}
+    if interface not in known or interfaces.GLOO in os.environ or sys.platform != "linux":
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[interfaces.GLOO] = str(interface)
     try:
         yield
     finally:
-        if world.launcher != "spawn":
-            del os.environ[name]
+        if not for_good:
+            del os.environ[interfaces.GLOO]
 
 
 def _start_line(world: World, backend: str, device: torch.device) -> str:

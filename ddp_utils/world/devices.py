@@ -5,11 +5,29 @@ One pure decision, :func:`choose_device`, over facts that the other functions he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ddp_utils.ground.errors import LauncherError
 
-__all__ = ["accelerator_type", "backend_for", "choose_device", "visible_devices"]
+__all__ = [
+    "accelerator_type",
+    "backend_for",
+    "choose_device",
+    "has_devices_of_its_own",
+    "identity",
+    "visible_devices",
+]
+
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+"""The variables by which the runtimes of accelerators are told what to show."""
 
 
 def choose_device(
@@ -18,37 +36,59 @@ def choose_device(
     *,
     device_type: str,
     visible: int,
+    bound: bool = False,
     oversubscribe: bool = False,
 ) -> torch.device:
     """Return the device of the rank ``local_rank`` among ``visible`` devices of a type.
 
     The index counts within what is VISIBLE to this process, never within the machine: with
-    ``CUDA_VISIBLE_DEVICES=4,5`` local rank 1 uses index 1. Where the launcher shows each task
-    one device of its own (``--gpus-per-task=1``), that is index 0 for every rank.
+    ``CUDA_VISIBLE_DEVICES=4,5`` local rank 1 uses index 1. With ``bound`` the launcher may show
+    each task devices of its own (``--gpus-per-task=1``): one alone is index 0 for every rank.
 
     Raises:
-        LauncherError: more ranks than visible devices, and ``oversubscribe`` is not set.
+        LauncherError: more ranks than visible devices, and neither ``bound`` nor
+            ``oversubscribe``. Every rank of the machine raises it.
 
     >>> choose_device(1, 2, device_type="cuda", visible=2)
     device(type='cuda', index=1)
-    >>> choose_device(3, 4, device_type="cuda", visible=1)
+    >>> choose_device(3, 4, device_type="cuda", visible=1, bound=True)
     device(type='cuda', index=0)
     >>> choose_device(3, 4, device_type="cpu", visible=0)
     device(type='cpu')
     """
     if device_type == "cpu" or visible == 0:
         return torch.device("cpu")
-    if local_rank < visible:
-        return torch.device(device_type, local_rank)
-    if visible == 1:
-        return torch.device(device_type, 0)
-    if oversubscribe:
+    if local_world_size <= visible or bound or oversubscribe:
         return torch.device(device_type, local_rank % visible)
     raise LauncherError(
-        f"local rank {local_rank} of {local_world_size} has no device of its own: "
-        f"{visible} {device_type} devices are visible to it. Start at most {visible} ranks here, "
-        "or set DDP_UTILS_OVERSUBSCRIBE=1 to let ranks share devices."
+        f"{local_world_size} ranks on this machine and {visible} visible {device_type} "
+        f"device{'s' if visible > 1 else ''}: local rank {local_rank} would share one. Start at "
+        f"most {visible} ranks here, or set DDP_UTILS_OVERSUBSCRIBE=1 to let ranks share devices."
     )
+
+
+def has_devices_of_its_own(launcher: str, local_rank: int, environ: Mapping[str, str]) -> bool:
+    """Whether the devices that this rank sees may be other ones than its neighbours see.
+
+    Slurm and MPI start each task with an environment of its own, so that one visible device may
+    be bound to it; whether two tasks were given the same one shows when they meet. Under
+    torchrun all ranks see the same, but for a script that has narrowed it to its local rank.
+
+    >>> has_devices_of_its_own("slurm", 3, {"CUDA_VISIBLE_DEVICES": "0"})
+    True
+    >>> has_devices_of_its_own("torchrun", 3, {"CUDA_VISIBLE_DEVICES": "0"})
+    False
+    """
+    if launcher in ("slurm", "mpi"):
+        return True
+    return any(environ.get(name) == str(local_rank) for name in VISIBLE)
+
+
+def identity(device: torch.device) -> str | None:
+    """Return what tells a device from all others of the job, None where that is unknown."""
+    if device.type != "cuda":
+        return None
+    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def accelerator_type() -> str:

@@ -163,5 +163,6 @@ def get_device() -> torch.device:
         world.local_world_size,
         device_type=device_type,
         visible=devices.visible_devices(device_type),
+        bound=devices.has_devices_of_its_own(world.launcher, world.local_rank, os.environ),
         oversubscribe=settings.OVERSUBSCRIBE.get(),
     )

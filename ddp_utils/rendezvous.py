@@ -1,0 +1,444 @@
+"""How do the ranks of a job find each other, and are all of them there?
+
+They meet at a store: one that somebody hosts already (torchrun's agent, this package's parent),
+else one that rank zero hosts. Whatever is wrong with one rank there is told to all of them, and
+who does not come is named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_utils.ground import settings
+from ddp_utils.ground.errors import DistributedError, RendezvousError
+from ddp_utils.world.addresses import is_loopback
+from ddp_utils.world.world import World
+
+__all__ = ["Meeting", "host_store", "join_store", "meet", "roll_call"]
+
+PATIENCE = timedelta(minutes=10)
+"""How long ranks wait for each other before the group exists, where no timeout was given."""
+SHORT = timedelta(seconds=20)
+"""How long a store may take that has accepted a connection."""
+LINGER = timedelta(seconds=10)
+"""How long rank zero stays to tell the ranks that are late why the job has failed."""
+FIRST_WORD = 15.0
+"""After so many seconds a waiting rank says on stderr what it waits for; then ever more rarely."""
+
+
+@dataclass
+class Meeting:
+    """A place where all ranks of a job can leave word for each other."""
+
+    store: dist.Store
+    """Fresh for each group that this process joins."""
+    master_ip: str | None = None
+    """The address under which this rank reached the store, None where it hosts it."""
+    hosted_here: bool = False
+    """Whether the store ends with this process."""
+
+
+_known: dict[tuple[object, ...], tuple[dist.Store, Meeting]] = {}
+"""Stores by where they are. They live as long as the process: a group that is made after another
+has been left meets at the same store again, which somebody slower may still be using."""
+_times_met = 0
+
+
+def meet(world: World, init_method: str | None, timeout: timedelta | None) -> Meeting:
+    """Return where the ranks of a job meet, one time more. Every rank has to come.
+
+    Raises:
+        RendezvousError: the address does not resolve, the port is somebody else's, or rank zero
+            cannot be reached in time.
+    """
+    global _times_met
+    key = (init_method, world.master_addr, world.master_port, world.rank, world.world_size)
+    if key not in _known:
+        known = _meet(world, init_method, timeout or PATIENCE)
+        _known[key] = (known.store, known)
+    store, known = _known[key]
+    _times_met += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    fresh = dist.PrefixStore(f"ddp_utils_group_{attempt}_{_times_met}", store)
+    return replace(known, store=fresh)
+
+
+def _meet(world: World, init_method: str | None, patience: timedelta) -> Meeting:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if init_method is not None or (agent and world.launcher == "torchrun"):
+        return _meet_as_torch_does(world, init_method or "env://", patience)
+    if world.master_addr is None or world.master_port is None:
+        raise RendezvousError(
+            f"rank {world.rank} of {world.world_size} ({world.launcher}) knows no address where "
+            "the ranks meet: set MASTER_ADDR and MASTER_PORT"
+        )
+    if world.launcher == "spawn":
+        store, address = join_store(world, patience)
+        return Meeting(store, address)
+    if world.rank == 0:
+        store = host_store(world.master_addr, world.master_port)
+        _stay_until_all_have_left(store, world)
+        return Meeting(store, hosted_here=True)
+    store, address = join_store(world, patience)
+    _show_presence(store, address)
+    return Meeting(store, address)
+
+
+def _meet_as_torch_does(world: World, init_method: str, patience: timedelta) -> Meeting:
+    if init_method == "env://":
+        check_resolves(world)
+    try:
+        found = dist.rendezvous(init_method, world.rank, world.world_size, timeout=patience)
+        store, _, _ = next(iter(found))
+    except (RuntimeError, OSError) as error:
+        raise RendezvousError(
+            f"{who(world)} could not meet the others at {init_method} "
+            f"({world.master_addr}:{world.master_port}): {first_line(error)}"
+        ) from error
+    return Meeting(store, resolve(world.master_addr) if world.master_addr else None)
+
+
+def host_store(host: str, port: int) -> dist.TCPStore:
+    """Return a store that listens at a port of this machine, on loopback only if that is asked.
+
+    Raises:
+        RendezvousError: the port is taken.
+    """
+    try:
+        listener = _listener(host, port)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}: {error.strerror}. "
+            "Another job or program has the port. Set MASTER_PORT to a free one, the same for "
+            "all ranks."
+        ) from None
+    return dist.TCPStore(
+        "127.0.0.1" if listener.family == socket.AF_INET else "::1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=sys.platform != "win32",  # the wheels for Windows come without it
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on loopback if ``host`` is that, else on all interfaces."""
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+        return socket.create_server((address, port), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=4096)
+
+
+def join_store(world: World, patience: timedelta) -> tuple[dist.TCPStore, str]:
+    """Return the store that another process hosts at the master's address, and that address.
+
+    Raises:
+        RendezvousError: see :func:`meet`.
+    """
+    assert world.master_port is not None
+    host, patience = _host_to_try(world, patience)
+    address = _wait_until_reachable(world, host, patience)
+    try:
+        store = _in_time(lambda: _client(address, world.master_port or 0), SHORT)
+    except (RuntimeError, TimeoutError) as error:
+        raise RendezvousError(
+            f"{who(world)} reached {host}:{world.master_port}, but what listens there is no store "
+            f"of torch ({first_line(error)}): the port belongs to another program. Set "
+            "MASTER_PORT to a free port, the same for all ranks."
+        ) from None
+    return store, address
+
+
+def _client(address: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(
+        address, port, is_master=False, timeout=SHORT, use_libuv=sys.platform != "win32"
+    )
+
+
+def _in_time(make: Callable[[], dist.TCPStore], limit: timedelta) -> dist.TCPStore:
+    """Return what ``make`` returns; torch itself waits for ever on a port that says nothing."""
+    outcome: list[dist.TCPStore | Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(make())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="ddp_utils.join_store")
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not outcome:
+        raise TimeoutError(f"no answer within {limit.total_seconds():.0f} s")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _host_to_try(world: World, patience: timedelta) -> tuple[str, timedelta]:
+    """Return the master's host, or under Slurm srun's own address where that does not resolve.
+
+    Where node names do not resolve, the address of the machine that ran srun often is that of
+    task 0 (in a batch job it is the first node), but not always: so it is given less time.
+    """
+    assert world.master_addr is not None
+    if resolve(world.master_addr) is not None:
+        return world.master_addr, patience
+    fallback = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if world.launcher == "slurm" and fallback and not os.environ.get("MASTER_ADDR"):
+        return fallback, min(patience, 3 * SHORT)
+    check_resolves(world)
+    return world.master_addr, patience
+
+
+def check_resolves(world: World) -> None:
+    """Raise at once for an address that does not resolve, instead of at the timeout."""
+    if world.master_addr is None or resolve(world.master_addr) is not None:
+        return
+    raise RendezvousError(
+        f"{who(world)}: the address where the ranks meet, {world.master_addr!r} (port "
+        f"{world.master_port}), does not resolve. Set MASTER_ADDR to a name that all machines "
+        "know, or to the address, of the machine that runs rank 0."
+    )
+
+
+def resolve(host: str) -> str | None:
+    """Return one address of a host, None where its name does not resolve."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _wait_until_reachable(world: World, host: str, patience: timedelta) -> str:
+    """Return the address under which something listens at the master's port, once it does."""
+    waiting = _Waiting(world, patience)
+    while True:
+        try:
+            with socket.create_connection((host, world.master_port or 0), timeout=5) as probe:
+                return str(probe.getpeername()[0])
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if waiting.over(f"rank 0 at {host}:{world.master_port} ({reason})"):
+            raise RendezvousError(
+                f"{who(world)} could not reach rank 0 at {host}:{world.master_port} within "
+                f"{patience.total_seconds():.0f} s ({reason}). Is rank 0 running, does it run on "
+                "that machine, and may this one reach the port? MASTER_ADDR and MASTER_PORT say "
+                "where it is."
+            )
+
+
+class _Waiting:
+    """Paces a loop that polls, says now and then what it waits for, and knows when to stop."""
+
+    def __init__(self, world: World, patience: timedelta) -> None:
+        self._world = world
+        self._start = time.monotonic()
+        self._limit = patience.total_seconds()
+        self._pause = 0.005
+        self._next_word = FIRST_WORD
+
+    def over(self, what: str) -> bool:
+        """Sleep for a while; return whether the time is up."""
+        waited = time.monotonic() - self._start
+        if waited >= self._limit:
+            return True
+        if waited >= self._next_word and not settings.QUIET.get():
+            self._next_word *= 2
+            text = f"ddp_utils: {who(self._world)} has waited {waited:.0f} s for {what}"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(self._pause)
+        self._pause = min(0.5, self._pause * 1.5)
+        return False
+
+
+def roll_call(
+    meeting: Meeting,
+    world: World,
+    timeout: timedelta | None,
+    *,
+    device: str | None = None,
+    trouble: DistributedError | None = None,
+) -> str | None:
+    """Wait until all ranks are at the store, and learn of any rank's trouble there.
+
+    Args:
+        meeting: What :func:`meet` returned.
+        world: Who this rank is.
+        timeout: How long to wait.
+        device: What identifies this rank's accelerator among all, where ranks must not share.
+        trouble: What this rank has found wrong with itself.
+
+    Returns:
+        The address under which the other machines reach rank zero's, if one of them said it.
+
+    Raises:
+        DistributedError: ``trouble``, on this rank; as :class:`RendezvousError` on the others.
+        RendezvousError: two ranks have the same number or the same device, or some did not come;
+            raised alike on all ranks that are there.
+    """
+    store = dist.PrefixStore("roll_call", meeting.store)
+    text = str(trouble) if trouble is not None else _conflict(store, world, device)
+    if meeting.master_ip is not None and world.node_rank:
+        store.compare_set("master_ip", "", meeting.master_ip)
+    if text is not None:
+        store.compare_set("trouble", "", f"{who(world)}: {text}")
+        store.set("done", "trouble")
+    elif store.add("came", 1) == world.world_size:
+        store.set("done", "all")
+    waiting = _Waiting(world, timeout or PATIENCE)
+    try:
+        while not store.check(["done"]):
+            if waiting.over("the other ranks: only some of them have come"):
+                raise RendezvousError(_absentees(store, world, timeout or PATIENCE))
+        told = store.get("trouble").decode() if store.check(["trouble"]) else None
+        if told is not None:
+            _tell_the_late(store, world, meeting.hosted_here)
+        elif trouble is None:
+            return store.get("master_ip").decode() if store.check(["master_ip"]) else None
+    except dist.DistNetworkError as error:
+        told = (
+            f"{who(world)} lost rank 0 at {world.master_addr}:{world.master_port} before all "
+            f"ranks had come ({first_line(error)}): see what rank 0 says"
+        )
+    raise trouble or RendezvousError(told)
+
+
+def _tell_the_late(store: dist.Store, world: World, hosted_here: bool) -> None:
+    """Let rank zero, which hosts the store, stay until the others know of the trouble."""
+    told = store.add("told", 1)
+    deadline = time.monotonic() + LINGER.total_seconds()
+    while hosted_here and told < world.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        told = store.add("told", 0)
+
+
+def _conflict(store: dist.Store, world: World, device: str | None) -> str | None:
+    """Return what this rank has in common with another that only one may have."""
+    me = f"{world.rank}/{world.world_size} {socket.gethostname()} {os.getpid()}"
+    first = store.compare_set(f"here/{world.rank}", "", me).decode()
+    if first != me:
+        return (
+            f"there is another rank {world.rank} at {world.master_addr}:{world.master_port} "
+            f"({first}). Either two processes were given the same rank, or another job uses the "
+            "same MASTER_PORT."
+        )
+    size = store.compare_set("world_size", "", str(world.world_size)).decode()
+    if size != str(world.world_size):
+        return (
+            f"it was told of {world.world_size} ranks, and another rank at {world.master_addr}:"
+            f"{world.master_port} of {size}: WORLD_SIZE must be the same for all"
+        )
+    if device is None:
+        return None
+    other = store.compare_set(f"device/{device}", "", str(world.rank)).decode()
+    if other == str(world.rank):
+        return None
+    return (
+        f"it has the same device as rank {other} ({device}). Start as many ranks as there are "
+        "devices, give each task a device of its own (srun --gpus-per-task=1), or set "
+        "DDP_UTILS_OVERSUBSCRIBE=1 to let ranks share devices."
+    )
+
+
+def _absentees(store: dist.Store, world: World, patience: timedelta) -> str:
+    absent = [rank for rank in range(world.world_size) if not store.check([f"here/{rank}"])]
+    return (
+        f"{numbered(absent)} of {world.world_size} did not come to {world.master_addr}:"
+        f"{world.master_port} within {patience.total_seconds():.0f} s, which {who(world)} did. "
+        "Were they started, with the same MASTER_ADDR and MASTER_PORT, and did they fail "
+        "before?"
+    )
+
+
+def numbered(ranks: Iterable[int], most: int = 10) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2, 5``, shortened if there are many.
+
+    >>> numbered([3]), numbered(range(100), most=2)
+    ('rank 3', 'ranks 0, 1 and 98 more')
+    """
+    known = list(ranks)
+    shown = ", ".join(map(str, known[:most]))
+    rest = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"rank{'s' if len(known) > 1 else ''} {shown}{rest}"
+
+
+def who(world: World) -> str:
+    """Return how a message names this rank."""
+    return f"rank {world.rank} on {socket.gethostname()}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; torch appends its C++ stack."""
+    return str(error).partition("\n")[0]
+
+
+# How rank zero stays until the others have left
+
+_presence: list[socket.socket] = []
+"""What another rank holds open to rank zero, as long as it lives."""
+
+
+def _stay_until_all_have_left(store: dist.Store, world: World) -> None:
+    """Keep this process, which hosts the store, from ending before the other ranks do.
+
+    Without it ranks that are still at work would lose the store with rank zero, and with it the
+    means to make a group, and NCCL's watchdog its ground. A count of goodbyes would not do: a
+    rank that is killed never says one. So every other rank holds a connection to rank zero, over
+    which nothing is sent and which the kernel closes at the other's end, whatever that end is;
+    and rank zero, at its own end, waits for the last to close. It does not wait if it fails.
+    """
+    assert world.master_addr is not None
+    listener = _listener(world.master_addr, 0)
+    dist.PrefixStore("ddp_utils_presence", store).set("port", str(listener.getsockname()[1]))
+    atexit.register(_wait_for_the_last, listener, os.getpid())
+
+
+def _show_presence(store: dist.Store, address: str) -> None:
+    port = int(dist.PrefixStore("ddp_utils_presence", store).get("port"))
+    with contextlib.suppress(OSError):  # a port that is shut to us: rank zero will not wait
+        _presence.append(socket.create_connection((address, port), 3))
+
+
+def _wait_for_the_last(listener: socket.socket, owner: int) -> None:
+    """Return when all connections that came in over ``listener`` are closed."""
+    failed = getattr(sys, "last_value", None) is not None  # an exception has ended this process
+    if failed or os.getpid() != owner:
+        return
+    listener.setblocking(False)
+    present: list[socket.socket] = []
+    with contextlib.suppress(OSError):
+        while True:
+            present.append(listener.accept()[0])
+            _notice_a_lost_machine(present[-1])
+    for each in present:
+        with contextlib.suppress(OSError):
+            each.recv(1)  # nothing ever comes: it returns at the other's end
+    listener.close()
+
+
+def _notice_a_lost_machine(connection: socket.socket) -> None:
+    """Let the kernel end a connection within half a minute after its machine was lost."""
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -291,10 +291,11 @@ def start_ranks(
         ignore_interrupts=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     )
     outputs = Outputs(output, options.log_dir or settings.LOG_DIR.get(), job.first_rank)
-    values = Supervisor(handle, job, outputs, time_limit).run()
-    starter.release(handle)
-    del store  # it has served the ranks until here
-    return values
+    try:
+        return Supervisor(handle, job, outputs, time_limit).run()
+    finally:
+        del store  # a traceback would keep it, and its thread, alive
+        starter.release(handle)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

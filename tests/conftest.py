@@ -1,9 +1,16 @@
-"""What every test of this package is held to: no leaked process, no leaked variable."""
+"""What every test of this package is held to, and how tests run scripts as users do."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,11 +18,62 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves ranks, or environment variables, behind."""
-    before = dict(os.environ)
+    """Fail a test that leaves ranks, files of this package, or environment variables behind."""
+    before = _variables(), _files()
     yield
-    before.pop("PYTEST_CURRENT_TEST", None)
-    after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    assert after == before
+    assert (_variables(), _files()) == before
     servers = psutil.Process().children()
-    assert [p for server in servers for p in server.children(recursive=True)] == []
+    assert [rank for server in servers for rank in server.children(recursive=True)] == []
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _files() -> set[str]:
+    names = os.listdir(tempfile.gettempdir())
+    return {name for name in names if name.startswith("ddp_utils")}
+
+
+@dataclass
+class Script:
+    """A script as a user would have it, in a folder of its own."""
+
+    path: Path
+
+    def start(self, *args: str, python: tuple[str, ...] = (), **variables: str) -> Any:
+        """Start it, with pipes, and return the process."""
+        environ = {"DDP_UTILS_QUIET": "1", "DDP_UTILS_NPROC": "2"} | variables
+        return subprocess.Popen(
+            [sys.executable, *python, *([] if python else [str(self.path)]), *args],
+            cwd=self.path.parent,
+            env=os.environ | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self, *args: str, python: tuple[str, ...] = (), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        process = self.start(*args, python=python, **variables)
+        try:
+            out, err = process.communicate(timeout=90)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Write a script from its text: ``script('''...''')`` returns a :class:`Script`."""
+
+    def write(text: str, name: str = "train.py") -> Script:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return Script(path)
+
+    return write

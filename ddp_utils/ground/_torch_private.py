@@ -6,14 +6,34 @@ asserts that every one of them exists in the installed versions.
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils.data.dataloader
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["compiled_module_type", "default_store", "fork_is_poisoned"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "at_end_of_backward",
+    "compiled_module_type",
+    "copy_all",
+    "default_store",
+    "fork_is_poisoned",
+    "in_join",
+    "own_buffers",
+    "reduced_parameters",
+    "reducer_is_waiting",
+    "skip_frame",
+    "skip_frames",
+]
 
 
 def default_store() -> dist.Store:
@@ -44,3 +64,106 @@ def compiled_module_type() -> type[nn.Module] | tuple[()]:
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return () if dynamo is None else cast("type[nn.Module]", dynamo.OptimizedModule)
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the buffers that are registered on this very module.
+
+    ``named_buffers(recurse=False)`` says the same, ten times slower, and it is asked for every
+    layer in every step.
+    """
+    return module._buffers
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, in one call where the device can do so.
+
+    A batch-norm model has hundreds of tiny buffers; one launch for each would cost more than
+    what it copies.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that runs now has ended; its errors come out there.
+
+    Only from within a backward. DDP and FSDP themselves use this; torch offers no public way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def reducer_is_waiting(ddp: DistributedDataParallel) -> str | None:
+    """Return torch's complaint if a backward has left DDP waiting for gradients, else None.
+
+    There is no way to ask. Rebuilding the buckets begins with the question, and does nothing
+    else once they have been rebuilt: before that, None is returned.
+    """
+    if not ddp._has_rebuilt_buckets:
+        return None
+    try:
+        ddp.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients DDP averages, in the order of its own numbering."""
+    parameters, _ = ddp._build_params_for_reducer()
+    return cast("list[nn.Parameter]", parameters)
+
+
+def in_join(ddp: DistributedDataParallel) -> bool:
+    """Whether training runs inside ``join()``, where ranks out of batches mirror DDP's steps."""
+    return bool(ddp._join_config.enable)
+
+
+def skip_frame(fn: F) -> F:
+    """Let ``torch.compile`` pass over this one function, but not over what it calls.
+
+    ``torch.compiler.disable`` imports the compiler when it decorates; this waits for the first
+    call, and DDP itself has imported it by then.
+    """
+    return cast(F, torch._disable_dynamo(fn, recursive=False))
+
+
+def skip_frames(fn: F) -> F:
+    """Let ``torch.compile`` pass over this function and all that it calls."""
+    return cast(F, torch._disable_dynamo(fn))
+
+
+def loader_that_draws() -> tuple[Callable[[], int], int] | None:
+    """Return how a DataLoader that calls the caller's caller counts batches, and their size.
+
+    A sampler is drawn ahead by a loader with workers, and only the loader's iterator knows how
+    much of it has been handed out. The iterator's ``__dict__`` is kept, not the iterator itself:
+    workers end with the iterator, and must not be kept alive by a sampler.
+    """
+    loader = torch.utils.data.dataloader
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_DATA):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, loader._BaseDataLoaderIter):
+            state, drawn = vars(owner), owner._index_sampler
+            size = getattr(drawn, "batch_size", 1) if owner._auto_collation else 1
+            return (lambda: cast(int, state["_num_yielded"])), size
+        frame = frame.f_back
+    return None
+
+
+_TORCH_DATA = os.path.dirname(torch.utils.data.dataloader.__file__) + os.sep
+
+
+@contextmanager
+def worker_info_as(info: Any) -> Iterator[None]:
+    """Let ``torch.utils.data.get_worker_info()`` return ``info`` inside the block.
+
+    A dataset that shards itself asks there, and torch knows only the workers of one rank.
+    """
+    worker = torch.utils.data._utils.worker
+    before, worker._worker_info = worker._worker_info, info
+    try:
+        yield
+    finally:
+        worker._worker_info = before

@@ -168,16 +168,17 @@ def _settle_in(job: Job, local_rank: int) -> None:
 
 def _forget_the_parents_state() -> None:
     """Give a forked rank the state that a fresh interpreter would have."""
-    import numpy
     import torch
 
     random.seed()
-    numpy.random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     torch.seed()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)  # imports much, hence the question
     for device_type in ("cpu", "cuda"):
         torch.set_autocast_enabled(device_type, False)
 
@@ -273,8 +274,7 @@ class _Report:
 
     def _send(self, end: RankEnd, payload: bytes) -> None:
         try:
-            self._channel.sendall(frame(dumps(end)))
-            self._channel.sendall(frame(payload))
+            self._channel.sendall(frame(dumps((end, payload))))
         except OSError:
             pass  # the parent has gone, and this process is about to go with it
 

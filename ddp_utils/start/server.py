@@ -133,8 +133,7 @@ class Server:
         from ddp_utils.ground._torch_private import fork_is_poisoned
 
         poisoned = "torch" in sys.modules and fork_is_poisoned()
-        threads = thread_count()
-        self._tell("ready", poisoned, threads)
+        self._tell("ready", poisoned, threads_after_a_fork())
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -302,6 +301,19 @@ def thread_count() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return 1
+
+
+def threads_after_a_fork() -> int:
+    """Return how many threads are left here when forking.
+
+    NumPy's OpenBLAS ends its threads around a fork, so that only a fork can tell.
+    """
+    if thread_count() > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return thread_count()
 
 
 def interpreter_flags() -> list[str]:

@@ -90,7 +90,7 @@ def acquire(method: str) -> ServerHandle:
 def release(handle: ServerHandle) -> None:
     """Keep a server for the next start, or end it where there is one already."""
     with _lock:
-        if not any(other.forks == handle.forks for other in _idle):
+        if handle.control.fileno() >= 0 and not any(other.forks == handle.forks for other in _idle):
             _idle.append(handle)
             return
     handle.close()

@@ -42,10 +42,21 @@ class _Rank:
     forwarders: list[LineForwarder]
     reader: FrameReader = field(default_factory=FrameReader)
     reported: RankEnd | None = None
-    payload: bytes | None = None
+    payload: bytes = b""
+    """The pickled value or exception."""
     end: RankEnd | None = None
     """Set once the process is gone."""
     told_to_end: bool = False
+
+    def listen(self) -> bool:
+        """Take in what has come over the channel; False where nothing more will come."""
+        try:
+            data = self.channel.recv(2**20)
+        except (BlockingIOError, ConnectionResetError):
+            return False
+        for payload in self.reader.feed(data):
+            self.reported, self.payload = loads(payload)
+        return data != b""
 
 
 class Supervisor:
@@ -108,7 +119,7 @@ class Supervisor:
         self._selector.register(rank.channel, selectors.EVENT_READ, lambda: self._on_report(rank))
         for forwarder in rank.forwarders:
             self._selector.register(
-                forwarder.source, selectors.EVENT_READ, lambda f=forwarder: self._on_output(f)
+                forwarder.source, selectors.EVENT_READ, lambda f=forwarder: self._on_output(rank, f)
             )
 
     def _wait(self) -> None:
@@ -150,14 +161,14 @@ class Supervisor:
         return min(lost, key=lambda end: end.time, default=None)
 
     def _end_all(self, number: int) -> None:
-        """Ask every rank that still runs to end, and give them the grace to do so."""
+        """Ask the ranks to end, and give them the grace to do so."""
         self._signal_all(number)
         self._deadline = time.monotonic() + settings.GRACE.get(self._job.environ)
 
     def _signal_all(self, number: int) -> None:
         for rank in self._ranks:
-            if rank.end is None:
-                rank.told_to_end = rank.told_to_end or rank.reported is None
+            if rank.end is None and (rank.reported is None or number == signal.SIGKILL):
+                rank.told_to_end = True
                 server.send(self._server.control, ("signal", rank.local_rank, number), [])
 
     def _on_signals(self, numbers: bytes) -> None:
@@ -193,24 +204,21 @@ class Supervisor:
                 self._on_end(rank.local_rank, -signal.SIGKILL, time.monotonic())
 
     def _on_report(self, rank: _Rank) -> None:
-        data = rank.channel.recv(2**20)
-        if not data:
+        if rank.end is None and not rank.listen():
             self._selector.unregister(rank.channel)
-        for payload in rank.reader.feed(data):
-            if rank.reported is None:
-                rank.reported = loads(payload)
-            else:
-                rank.payload = payload
 
-    def _on_output(self, forwarder: LineForwarder) -> None:
-        if not forwarder.read():
+    def _on_output(self, rank: _Rank, forwarder: LineForwarder) -> None:
+        if rank.end is None and not forwarder.read():
             self._selector.unregister(forwarder.source)
 
     def _on_end(self, local_rank: int, code: int, moment: float) -> None:
         """Note that a rank's process is gone, after reading what it has still said."""
         rank = self._ranks[local_rank]
-        while rank.channel in self._selector.get_map():
-            self._on_report(rank)
+        if rank.channel in self._selector.get_map():
+            self._selector.unregister(rank.channel)
+        rank.channel.setblocking(False)  # what the rank has started may keep it open
+        while rank.listen():
+            pass
         for forwarder in rank.forwarders:
             if forwarder.source in self._selector.get_map():
                 self._selector.unregister(forwarder.source)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ddp_utils.models.checkpoint import load_checkpoint, save_checkpoint
     from ddp_utils.models.preemption import stop_requested
     from ddp_utils.models.prefixes import load_model_state, strip_module_prefix
+    from ddp_utils.models.random_states import RandomStates
     from ddp_utils.models.wrap import wrap_ddp, wrap_dp
     from ddp_utils.process_group import init_distributed, shutdown_distributed
     from ddp_utils.talk.collectives import (
@@ -73,6 +74,7 @@ __all__ = [
     "LauncherError",
     "OneRankSectionError",
     "RankEnd",
+    "RandomStates",
     "RankFailedError",
     "RankZeroError",
     "RanksDisagreeError",
@@ -147,6 +149,7 @@ _WHERE = {
     "models.prefixes": "load_model_state strip_module_prefix",
     "ground.unwrapping": "unwrap",
     "models.batchnorm": "revert_sync_batchnorm",
+    "models.random_states": "RandomStates",
     "models.wrap": "wrap_ddp wrap_dp",
     "process_group": "init_distributed shutdown_distributed",
     "talk.collectives": "all_gather all_ranks all_reduce_max all_reduce_mean all_reduce_min"

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 __all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
-
-logger = logging.getLogger(__name__)
 
 PLAIN_CLASS = "_ddp_utils_plain_class"
 """Where a converted layer remembers the class that it had."""
@@ -26,13 +22,8 @@ class BatchNormOfAnyShape(nn.BatchNorm2d):
         pass
 
 
-def convert_sync_batchnorm(
-    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
-) -> nn.Module:
-    """Return the model with ``SyncBatchNorm`` layers where they can work on this device."""
-    if device.type == "cpu" or dist.get_world_size(group) == 1:
-        logger.info("SyncBatchNorm needs an accelerator and several ranks: plain layers stay")
-        return model
+def convert_sync_batchnorm(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Return the model with ``SyncBatchNorm`` layers that remember what they were."""
     plain = {name: type(layer) for name, layer in model.named_modules() if _is_plain(layer)}
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
     for name, layer in model.named_modules():

@@ -3,46 +3,287 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ddp_utils.world.world import get_device
+from ddp_utils.agree.facts import require_same_facts
+from ddp_utils.ground.errors import DistributedError
+from ddp_utils.models.batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from ddp_utils.models.comm_hooks import CommHook, check_hook_runs, checked_hook
+from ddp_utils.models.wrapper import WrappedModel
+from ddp_utils.talk.exchange import Call
+from ddp_utils.world.devices import accelerator_type, visible_devices
+from ddp_utils.world.world import (
+    SIMULATED,
+    get_device,
+    get_rank,
+    get_world_size,
+    is_distributed,
+)
 
 __all__ = ["wrap_ddp", "wrap_dp"]
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger("ddp_utils")
 
 
-def wrap_ddp(model: nn.Module, **ddp_kwargs: Any) -> nn.Module:
-    """Wrap a model so that its gradients are averaged over the ranks."""
-    model = _moved(model)
-    if not dist.is_initialized():
-        logger.info("wrap_ddp: no process group, so the model stays as it is")
-        return model
-    if not any(p.requires_grad for p in model.parameters()):
-        logger.info("wrap_ddp: the model has nothing to train, so it stays as it is")
-        return model
-    device = next(model.parameters()).device
-    device_ids = None if device.type == "cpu" or _devices(model) > 1 else [device]
-    return DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, **ddp_kwargs
+def wrap_ddp(
+    model: nn.Module,
+    *,
+    sync_batchnorm: bool = False,
+    sync_buffers: bool = True,
+    comm_hook: CommHook = None,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    **ddp_kwargs: Any,
+) -> nn.Module:
+    """Wrap a model so that its gradients are averaged over the ranks in each backward.
+
+    The model is moved to this rank's device, unless it already spans several devices; all ranks
+    then have rank zero's weights and buffers. Collective, and so is every forward of the result
+    in ``train()`` mode. A forward in ``eval()`` mode is not: any rank may evaluate alone.
+
+    What comes back is a ``DistributedDataParallel``. Attributes that it does not have itself are
+    read from the model, and written and deleted there where the model has that name. Buffers
+    that a training forward changed are rank zero's on all ranks afterwards. In the first steps,
+    and in all of them with ``DDP_UTILS_DEBUG=1``, a ``RuntimeWarning`` names the parameters whose
+    gradients were not averaged. A synchronised backward that leaves a parameter without a
+    gradient is an error on that rank, instead of the other ranks' wait for it.
+
+    Args:
+        model: Any module, also one that ``torch.compile`` returned.
+        sync_batchnorm: Turn batch-norm layers into ``SyncBatchNorm`` where that can work (an
+            accelerator and more than one rank); :func:`revert_sync_batchnorm` undoes it.
+        sync_buffers: Whether buffers are kept the same on all ranks after the start. The one
+            spelling of torch's ``broadcast_buffers`` and ``forward_sync_buffers``.
+        comm_hook: How gradients travel: ``"fp16"`` or ``"bf16"`` (half the bytes),
+            ``"post_local_sgd"`` (after 100 steps only inside each machine, or not at all with one
+            machine: to be used with torch's ``PostLocalSGDOptimizer``), or a communication hook
+            ``hook(state, bucket)``, whose state is the group, or ``hook(bucket)``.
+        find_unused_parameters: The loss may leave parameters out.
+        static_graph: Every step has the same graph.
+        ddp_kwargs: Anything else that ``DistributedDataParallel`` takes. ``device_ids`` and
+            ``output_device`` are left out where they do not apply, and gradients are views of
+            the communication buckets unless ``gradient_as_bucket_view=False`` is given.
+
+    Returns:
+        The wrapped model, also in a group of one rank. Without a group, or if the model has
+        nothing to train, the model itself, on its device.
+
+    Raises:
+        RanksDisagreeError: On every rank, if the models or the arguments differ between ranks:
+            names the parameters. Or another rank could not take part, and why.
+        ValueError: The model or a part of it is wrapped already, or it has no place to be
+            (meta tensors, several kinds of devices), or the backend cannot run the hook.
+        TypeError: ``model`` is no module.
+        DistributedError: A launcher started several ranks, but there is no process group yet.
+
+    Example:
+        >>> net = wrap_ddp(nn.Linear(4, 2))  # in a started rank: a DistributedDataParallel
+        >>> net(torch.zeros(3, 4)).shape
+        torch.Size([3, 2])
+    """
+    group = _group_of(ddp_kwargs)
+    if not is_distributed() and SIMULATED.get() is not None:
+        return _without_group(model)
+    call = Call.of("wrap_ddp", group)
+    with call.preparing():
+        _check_model(model)
+        checked_hook(comm_hook)
+        _check_spelling(ddp_kwargs)
+        model = _placed(model, ddp_kwargs)
+        if not is_distributed():
+            return _without_group(model)
+        model = _with_batchnorm_that_works(model, sync_batchnorm, group)
+        options = {
+            "sync_batchnorm": sync_batchnorm,
+            "sync_buffers": sync_buffers,
+            "comm_hook": comm_hook if isinstance(comm_hook, str) else comm_hook is not None,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+        }
+        facts = _facts(model, options | ddp_kwargs)
+    require_same_facts(
+        call,
+        facts,
+        what="wrap_ddp: the ranks do not wrap the same model in the same way:",
+        instead="Build the model from the same code and configuration on every rank.",
+    )
+    return _wrapped(
+        model,
+        comm_hook=comm_hook,
+        sync_buffers=sync_buffers,
+        find_unused_parameters=find_unused_parameters,
+        static_graph=static_graph,
+        **ddp_kwargs,
     )
 
 
 def wrap_dp(model: nn.Module) -> nn.Module:
-    """Wrap a model in ``DataParallel`` where at least two accelerators are visible."""
-    if torch.cuda.device_count() < 2:
-        return _moved(model)
-    return nn.DataParallel(model.cuda())
+    """Wrap a model in ``DataParallel``: one process, all visible devices, a thread for each.
+
+    The batch size of the loader is then the TOTAL over the devices. With fewer than two devices
+    the model itself comes back, on its device. Prefer :func:`wrap_ddp`, which is faster. Never
+    communicates.
+
+    Raises:
+        DistributedError: There are several ranks already; each would use all devices.
+        ValueError: The model or a part of it is wrapped already.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> unwrapped = getattr(wrap_dp(net), "module", net)  # a DataParallel on a 2-GPU machine
+        >>> unwrapped is net
+        True
+    """
+    _check_model(model, "wrap_dp")
+    if get_world_size() > 1:
+        raise DistributedError(
+            f"rank {get_rank()}: wrap_dp is for one process, which uses all devices by itself; "
+            f"with {get_world_size()} ranks use wrap_ddp"
+        )
+    kind = accelerator_type()
+    count = visible_devices(kind)
+    if count < 2:
+        return model.to(get_device())
+    _logger.info("wrap_dp: each batch is split over %d devices, along its first dimension", count)
+    return DataParallel(model.to(torch.device(kind, 0)))
 
 
-def _devices(model: nn.Module) -> int:
-    return len({p.device for p in model.parameters()})
+def _group_of(ddp_kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    mesh = ddp_kwargs.get("device_mesh")
+    group: dist.ProcessGroup | None = ddp_kwargs.get("process_group")
+    return group if mesh is None else mesh.get_group(mesh_dim=0)
 
 
-def _moved(model: nn.Module) -> nn.Module:
-    return model if _devices(model) > 1 else model.to(get_device())
+def _check_model(model: nn.Module, function: str = "wrap_ddp") -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, not {type(model).__name__}")
+    for path, part in model.named_modules():
+        if isinstance(part, (DistributedDataParallel, DataParallel)):
+            where = f"its part {path!r}" if path else "it"
+            raise ValueError(
+                f"{function}: {where} is wrapped in {type(part).__name__} already. Wrap the whole "
+                "model, once: unwrap(model) gives what is inside."
+            )
+    for name, tensor in _state(model):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ValueError(
+                f"{function}: {name!r} has no shape yet (a lazy module). Run one batch through "
+                "the model first."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{function}: {name!r} is on the meta device and has no values. Load the weights "
+                "(or model.to_empty(device=...)) first."
+            )
+
+
+def _check_spelling(ddp_kwargs: Mapping[str, Any]) -> None:
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        if name in ddp_kwargs:
+            raise TypeError(
+                f"wrap_ddp: write sync_buffers={ddp_kwargs[name]} instead of {name}, which means "
+                "different things in different versions of torch"
+            )
+
+
+def _placed(model: nn.Module, ddp_kwargs: dict[str, Any]) -> nn.Module:
+    """Return the model where it is to train, and put what DDP must know of that into the kwargs."""
+    device_ids = ddp_kwargs.pop("device_ids", None)
+    output_device = ddp_kwargs.pop("output_device", None)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(
+            f"wrap_ddp: the parameters are on {', '.join(sorted(map(str, devices)))}. DDP takes a "
+            "model on one device, or on several of one kind: move it with model.to(device)."
+        )
+    if len(devices) > 1:
+        return model
+    device = get_device()
+    if device.type != "cpu" and device_ids:
+        device = torch.device(device.type, torch.device(device_ids[0]).index)
+    if device.type != "cpu":
+        ddp_kwargs["device_ids"] = [device]
+        if output_device is not None:
+            ddp_kwargs["output_device"] = output_device
+    return model.to(device)
+
+
+def _without_group(model: nn.Module) -> nn.Module:
+    _logger.info("wrap_ddp: there is no process group, so the model stays as it is")
+    return model
+
+
+def _with_batchnorm_that_works(
+    model: nn.Module, sync_batchnorm: bool, group: dist.ProcessGroup | None
+) -> nn.Module:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if sync_batchnorm and not on_cpu and dist.get_world_size(group) > 1:
+        return convert_sync_batchnorm(model, group)
+    has_synced = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    if (sync_batchnorm or (has_synced and on_cpu)) and get_rank() == 0:
+        _logger.warning(
+            "wrap_ddp: SyncBatchNorm needs an accelerator and more than one rank; the plain "
+            "batch-norm layers are used"
+        )
+    return revert_sync_batchnorm(model) if has_synced and on_cpu else model
+
+
+def _facts(model: nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be the same on all ranks, as short texts by name."""
+    facts = {name: _told(tensor) for name, tensor in _state(model)}
+    for name, value in options.items():
+        if name not in ("device_ids", "output_device") and isinstance(
+            value, (bool, int, float, str, type(None))
+        ):
+            facts[f"{name}="] = repr(value)
+    return facts
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _told(tensor: torch.Tensor) -> str:
+    text = (
+        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}"
+    )
+    if not tensor.is_contiguous():
+        text += f", strides {tensor.stride()}"
+    return text + (", trained" if tensor.requires_grad else "")
+
+
+def _wrapped(model: nn.Module, *, comm_hook: CommHook, **options: Any) -> nn.Module:
+    group = _group_of(options)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        _logger.info("wrap_ddp: the model has nothing to train, so it stays as it is")
+        _take_from_rank_zero(model, group)
+        return model
+    check_hook_runs(comm_hook, next(model.parameters()).device, group)
+    options.setdefault("gradient_as_bucket_view", True)
+    wrapped = WrappedModel(model, comm_hook=comm_hook, **options)
+    shadowed = wrapped.shadowed_names()
+    if shadowed and get_rank() == 0:
+        _logger.info(
+            "wrap_ddp: through the wrapped model, %s mean DistributedDataParallel's own; write "
+            "unwrap(model).%s for the model's",
+            ", ".join(shadowed),
+            shadowed[0],
+        )
+    return wrapped
+
+
+def _take_from_rank_zero(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank the same values, as DDP would, also of a model that is not trained."""
+    source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    for _, tensor in _state(model):
+        values = tensor.detach().contiguous()
+        dist.broadcast(values, source, group=group)
+        tensor.data.copy_(values)

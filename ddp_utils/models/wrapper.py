@@ -1,0 +1,181 @@
+"""What does a wrapped model do that torch's own ``DistributedDataParallel`` does not?
+
+It passes attributes on to the model inside it, keeps the buffers of all ranks the same after
+each training forward, watches the gradients, and refuses forwards that other ranks cannot match.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_utils.callsite import refuse_in_section
+from ddp_utils.ground._torch_private import in_join, skip_frame, skip_frames
+from ddp_utils.ground.errors import DistributedError
+from ddp_utils.models.buffers import BufferSync
+from ddp_utils.models.comm_hooks import CommHook, register_hook
+from ddp_utils.models.gradient_watch import GradientWatch
+from ddp_utils.world.world import get_rank
+
+__all__ = ["WrappedModel"]
+
+_logger = logging.getLogger("ddp_utils")
+
+NOT_FORWARDED = frozenset({"buffer_hook"})
+"""Names that torch asks its own wrapper for, to see whether they are there."""
+NOT_COPIED = ("process_group", "reducer", "logger", "_comm_hooks", "_buffers_of_all", "_watch")
+"""What belongs to this process and this group, and is made anew in a copy."""
+
+
+class WrappedModel(DistributedDataParallel):
+    """What :func:`wrap_ddp` returns."""
+
+    def __init__(
+        self, module: nn.Module, *, sync_buffers: bool, comm_hook: CommHook, **ddp_kwargs: Any
+    ) -> None:
+        super().__init__(module, **ddp_kwargs)
+        # Set afterwards, so that buffers are the same on all ranks at the start either way, and
+        # under the name that every version of torch takes without a warning.
+        self.broadcast_buffers = sync_buffers
+        self._comm_hook = comm_hook
+        register_hook(self, comm_hook)
+        self._start()
+
+    def _start(self) -> None:
+        """Make what is made anew in each copy; from here on attributes are passed on."""
+        self._has_peers = dist.get_world_size(self.process_group) > 1
+        self._buffers_of_all: BufferSync | None = None
+        if self.broadcast_buffers and self._has_peers:
+            self._buffers_of_all = BufferSync(
+                self.module, self.parameters_to_ignore, self.process_group, self.device
+            )
+        self._watch: GradientWatch | None = None
+        if self.mixed_precision is None and not self._use_python_reducer:
+            self._watch = GradientWatch(self)
+        self._passes_on = True
+
+    @skip_frame
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._before_forward()
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._after_forward(output)
+        return output
+
+    @skip_frames
+    def _before_forward(self) -> None:
+        if self.training and self._has_peers:
+            refuse_in_section("a training forward")
+            self._refuse_uneven_loader()
+        if self._watch is not None:
+            self._watch.before_forward()
+
+    @skip_frames
+    def _after_forward(self, output: Any) -> None:
+        synchronises = self.training and self.require_backward_grad_sync and not in_join(self)
+        if self._buffers_of_all is not None and synchronises:
+            self._buffers_of_all.after_forward(self.module)
+        if self._watch is not None:
+            self._watch.after_forward(output)
+
+    def _refuse_uneven_loader(self) -> None:
+        loaders = sys.modules.get("ddp_utils.data.loaders")  # without it none is being walked
+        if loaders is None or in_join(self):
+            return
+        loader = loaders.uneven_pass_in_progress()
+        if loader is not None:
+            raise DistributedError(
+                f"rank {get_rank()}: a training forward while {loader} is being walked, whose "
+                "ranks have unequal numbers of batches: the last batches would wait for ever for "
+                "ranks that have none. Make the training loader with pad=True (or drop_last="
+                "True), call model.eval() to evaluate, or train inside model.join()."
+            )
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether torch itself sends the buffers before a forward: only inside ``join()``.
+
+        There ranks that are out of batches take part, and they know torch's order of things.
+        """
+        return in_join(self) and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            special = name in NOT_FORWARDED or (name.startswith("__") and name.endswith("__"))
+            if module is None or special:
+                raise
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_the_modules(name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_the_modules(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
+
+    def _is_the_modules(self, name: str) -> bool:
+        own = self.__dict__
+        if "_passes_on" not in own or name in own or name == "module":
+            return False
+        # hasattr on the class first: it does not run a property.
+        has = hasattr(type(self.module), name) or hasattr(self.module, name)
+        return has and not hasattr(type(self), name) and name not in NOT_FORWARDED
+
+    def shadowed_names(self) -> list[str]:
+        """Return the names of the module that through the wrapper mean DDP's own attribute."""
+        of_every_module = set(dir(nn.Module()))
+        own = {*dir(DistributedDataParallel), *self.__dict__} - of_every_module
+        public = {name for name in dir(self.module) if not name.startswith("_")}
+        return sorted(own & public - of_every_module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        memo[id(self._comm_hook)] = self._comm_hook  # shared: it may hold a process group
+        make, arguments = self.__reduce_ex__(4)
+        copied: nn.Module = make(*copy.deepcopy(arguments, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the model; where it is loaded without a group, it comes out bare."""
+        if self._comm_hook == "post_local_sgd":
+            raise TypeError(
+                "a model with comm_hook='post_local_sgd' belongs to the groups it was made with "
+                "and cannot be copied or pickled: copy unwrap(model), or save its state_dict()"
+            )
+        if dist.is_initialized() and self.process_group is not dist.group.WORLD:
+            raise TypeError(
+                "a model that was wrapped with a process_group of its own cannot be copied or "
+                "pickled: copy unwrap(model), or save its state_dict()"
+            )
+        kept = {k: v for k, v in self.__dict__.items() if k not in (*NOT_COPIED, "_passes_on")}
+        return _copied, (type(self), kept)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._comm_hooks = []
+        register_hook(self, self._comm_hook)
+        self._start()
+
+
+def _copied(kind: type[WrappedModel], state: dict[str, Any]) -> nn.Module:
+    if not dist.is_initialized():
+        _logger.info("a wrapped model was loaded without a process group: it comes out bare")
+        module: nn.Module = state["_modules"]["module"]
+        return module
+    model = kind.__new__(kind)
+    model.__setstate__(state)
+    return model

@@ -17,6 +17,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,9 @@ def run_forked(
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     code = run(job, local_rank, socket.socket(fileno=channel), stacks, server)
+    for thread in threading.enumerate():  # in the order in which an interpreter ends
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
     sys.exit(code)
 

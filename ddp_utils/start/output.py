@@ -7,14 +7,18 @@ come out behind their rank, or into a file, or straight through.
 from __future__ import annotations
 
 import os
+import select
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import TextIO
 
 __all__ = ["LineForwarder", "Outputs"]
 
 TAIL = 40
 """How many lines of a failed rank's file are shown."""
+
+ATOMIC = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 
 LONGEST = 2**16
 """A line is cut after so many bytes, so that no output can fill the memory."""
@@ -65,14 +69,29 @@ class LineForwarder:
         stream: TextIO | None = getattr(sys, self._stream_name)
         if stream is None:
             return
-        # Of a progress bar that overwrites itself, the last state is the line.
-        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
-        text = "".join(f"{self._prefix}{line.decode('utf-8', 'replace')}\n" for line in shown)
         try:
-            stream.write(text)
-            stream.flush()
+            for text in _atomic(self._prefix, lines):
+                stream.write(text)
+                stream.flush()
         except (OSError, ValueError):
             pass  # the parent's stream is closed: the rank must not fail for it
+
+
+def _atomic(prefix: str, lines: list[bytes]) -> Iterator[str]:
+    """Yield the lines in pieces that a pipe takes whole, since rank zero writes to it as well.
+
+    Of a progress bar that overwrites itself, the last state is the line.
+    """
+    piece = ""
+    for line in lines:
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+        text = f"{prefix}{shown}\n"
+        if piece and len(piece) + len(text) > ATOMIC:
+            yield piece
+            piece = ""
+        piece += text
+    if piece:
+        yield piece
 
 
 class Outputs:

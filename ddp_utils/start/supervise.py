@@ -285,6 +285,7 @@ class Supervisor:
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self._signal is not None:
+            self._server.close()
             os.kill(os.getpid(), self._signal)  # end as if it had not been caught
             raise SystemExit(128 + self._signal)
         ends = [rank.end for rank in self._ranks if rank.end is not None]

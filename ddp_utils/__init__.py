@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from ddp_utils.agree.loggers import get_logger
     from ddp_utils.agree.rank_zero import rank_zero_first, rank_zero_only, rank_zero_print
     from ddp_utils.agree.seeding import seed_everything
-    from ddp_utils.data.loaders import gather_in_order, make_loader
-    from ddp_utils.data.samplers import make_sampler, shard_batch_sampler, shard_iterable
+    from ddp_utils.data.in_order import gather_in_order
+    from ddp_utils.data.iterable import shard_iterable
+    from ddp_utils.data.loaders import make_loader
+    from ddp_utils.data.samplers import make_sampler
+    from ddp_utils.data.wrapped import shard_batch_sampler
     from ddp_utils.ground.errors import (
         AbsentRanksError,
         DistributedError,
@@ -138,8 +141,11 @@ _WHERE = {
     "agree.loggers": "get_logger",
     "agree.rank_zero": "rank_zero_first rank_zero_only rank_zero_print",
     "agree.seeding": "seed_everything",
-    "data.loaders": "gather_in_order make_loader",
-    "data.samplers": "make_sampler shard_batch_sampler shard_iterable",
+    "data.in_order": "gather_in_order",
+    "data.iterable": "shard_iterable",
+    "data.loaders": "make_loader",
+    "data.samplers": "make_sampler",
+    "data.wrapped": "shard_batch_sampler",
     "ground.errors": "AbsentRanksError DistributedError LauncherError OneRankSectionError RankEnd"
     " RankFailedError RankZeroError RanksDisagreeError RendezvousError StartError",
     "launch": "distributed_main launch",

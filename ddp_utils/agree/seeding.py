@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from ddp_utils.agree.by_word import new_topic, require_same
 from ddp_utils.process_group import agreed_seed
-from ddp_utils.world.world import get_rank, get_world_size, is_distributed
+from ddp_utils.world.world import SIMULATED, get_rank, get_world_size, is_distributed
 
-__all__ = ["common_seed", "mix_seeds", "seed_everything", "seed_generators"]
+__all__ = ["common_seed", "given_seed", "mix_seeds", "seed_everything", "seed_generators"]
+
+MASK = (1 << 64) - 1
 
 _given: int | None = None
-_MASK = (1 << 64) - 1
 
 
 def seed_everything(seed: int | None = None) -> int:
     """Seed torch, NumPy and ``random`` differently on every rank and worker, reproducibly.
 
-    The rank is mixed in here, and in a ``DataLoader`` worker its id: pass the SAME number on
-    every rank. Samplers and loaders made afterwards shuffle by this number.
+    Pass the SAME number on every rank: the rank, and in a ``DataLoader`` worker its id, is mixed
+    in here. Samplers and loaders made afterwards shuffle by this number. Models that are
+    built afterwards start out different on each rank, until DDP hands rank zero's to all.
+
+    Not a collective: ranks may call it at different times.
 
     Args:
-        seed: Any integer; by default the number that the ranks agreed on when their group was
-            made.
+        seed: Any integer. By default the number that the ranks agreed on when their group was
+            made, which is a new one in each run.
 
     Returns:
-        The common seed, the same on all ranks.
+        The common seed, the same on all ranks, to be logged.
+
+    Raises:
+        RanksDisagreeError: Another rank passed another number at this line.
+        RuntimeError: No number was passed, and there are ranks but no process group yet in
+            which they could agree on one.
 
     Example:
         >>> seed_everything(42)
@@ -37,9 +48,21 @@ def seed_everything(seed: int | None = None) -> int:
     global _given
     if seed is None:
         seed = common_seed()
-    _given = int(seed)
+    seed = int(seed)
+    require_same(
+        new_topic("seed_everything"),
+        str(seed),
+        "seed_everything got different numbers",
+        "Pass the same number on every rank; the rank is mixed in by seed_everything.",
+    )
+    _given = seed
     info = get_worker_info()
-    seed_generators(mix_seeds(_given, get_rank(), 0 if info is None else info.id + 1))
+    seed_generators(mix_seeds(seed, get_rank(), 0 if info is None else info.id + 1))
+    return seed
+
+
+def given_seed() -> int | None:
+    """Return the number given to :func:`seed_everything`, or None before that."""
     return _given
 
 
@@ -47,28 +70,36 @@ def common_seed() -> int:
     """Return the seed that all ranks share: that of :func:`seed_everything`, else an agreed one.
 
     Raises:
-        RuntimeError: Several ranks, but no process group yet in which they could agree.
+        RuntimeError: There are other ranks, but no process group yet in which to agree.
     """
     if _given is not None:
         return _given
-    if not is_distributed() and get_world_size() > 1:
+    if is_distributed() and SIMULATED.get() is None:
+        return agreed_seed()
+    if get_world_size() > 1 and SIMULATED.get() is None:
         raise RuntimeError(
             f"rank {get_rank()} of {get_world_size()} is in no process group yet, so the ranks "
-            "cannot agree on a seed: call ddp_utils.init_distributed() first, or "
-            "ddp_utils.seed_everything(number)"
+            "cannot agree on a seed: call ddp_utils.init_distributed() first, or give a number "
+            "with seed= or ddp_utils.seed_everything"
         )
+    return _own_seed()
+
+
+@lru_cache(maxsize=1)
+def _own_seed() -> int:
+    """Return this process's own random number, for where there is nobody to agree with."""
     return agreed_seed()
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch (all devices), NumPy and ``random``."""
-    torch.manual_seed(seed & (_MASK >> 1))
+    """Seed the global generators of torch (on all devices), NumPy and ``random``."""
+    torch.manual_seed(seed & (MASK >> 1))
     np.random.seed(mix_seeds(seed, 1) & 0xFFFFFFFF)
     random.seed(mix_seeds(seed, 2))
 
 
 def mix_seeds(*numbers: int) -> int:
-    """Mix integers of any size into one of 64 bits; order matters, neighbours come out far apart.
+    """Mix integers of any size into one of 64 bits; neighbouring numbers come out far apart.
 
     Each step is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014).
@@ -79,7 +110,7 @@ def mix_seeds(*numbers: int) -> int:
     state = len(numbers)
     for number in numbers:
         while True:
-            state = _finalise((state + 0x9E3779B97F4A7C15 + number) & _MASK)
+            state = _finalise((state + 0x9E3779B97F4A7C15 + number) & MASK)
             number >>= 64
             if number in (0, -1):
                 break
@@ -87,6 +118,6 @@ def mix_seeds(*numbers: int) -> int:
 
 
 def _finalise(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)

@@ -67,8 +67,9 @@ class Permutation:
         """Return the samples at any positions, as an array of the same shape."""
         where = np.asarray(positions, dtype=np.int64)
         if self.length < TABLE_BELOW:
-            return cast(Array, self._table[where].astype(np.int64))
-        return self._network(where.ravel()).reshape(where.shape)
+            return self._table[where].astype(np.int64)
+        samples: npt.NDArray[np.int64] = self._network(where.ravel()).reshape(where.shape)
+        return samples
 
 
 _integers: Array = np.empty(0, dtype=object)
@@ -83,7 +84,7 @@ def _shuffled(length: int, seed: int) -> Array:
     global _integers
     if len(_integers) < length:
         _integers = np.arange(1 << (length - 1).bit_length()).astype(object)
-    table = _integers[:length].copy()
+    table: Array = _integers[:length].copy()
     np.random.RandomState(seed).shuffle(table)
     return table
 
@@ -118,7 +119,8 @@ class _Feistel:
         for number in range(0, ROUNDS, 2):
             self._add(number, left, right, self.a, spare)
             self._add(number + 1, right, left, self.b, spare)
-        return cast(Array, (left * np.uint64(self.b) + right).view(np.int64))
+        together: Array = left * np.uint64(self.b) + right
+        return together.view(np.int64)
 
     def _add(self, number: int, to: Array, of: Array, modulus: int, spare: Array) -> None:
         """Add ``F(of)`` to ``to`` modulo ``modulus``, in place."""

@@ -1,23 +1,30 @@
-"""Which samples does this rank visit, in which order, and where did it stop?"""
+"""Which samples of a dataset does this rank visit, and in which order?"""
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass, field
-from itertools import chain
-from operator import length_hint
 from typing import Any
 
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
-from ddp_utils.agree.seeding import common_seed
 from ddp_utils.data.permutation import Permutation
-from ddp_utils.world.world import get_rank, get_world_size
+from ddp_utils.data.progress import Walk
+from ddp_utils.data.resumable import ResumableSampler, describe
+from ddp_utils.data.shares import batches_are_uneven, dealt_end, share
+from ddp_utils.data.wrapped import WrappedSampler
 
 __all__ = ["ShardedSampler", "make_sampler"]
 
 BLOCK = 8192
-"""Samples computed at once: few enough for the processor's cache, enough to forget Python."""
+"""Samples computed at once: few enough for the processor's cache, many enough to forget Python."""
 
 
 def make_sampler(
@@ -28,123 +35,147 @@ def make_sampler(
     drop_last: bool = False,
     seed: int | None = None,
 ) -> DistributedSampler[Any]:
-    """Return a sampler that gives each rank its own share of a dataset."""
-    if isinstance(data, IterableDataset):
+    """Return a sampler that deals a dataset out to the ranks.
+
+    All ranks see one order and take its positions in turn. The epoch advances when a pass
+    has been walked to its end; ``set_epoch`` is honoured but not needed. Making and walking a
+    sampler is no collective. Time and memory to start are constant, at any length.
+
+    Args:
+        data: A dataset with a length, a length, or any sampler: what a sampler draws is dealt
+            out, from one sequence that all ranks draw alike (see :class:`WrappedSampler`).
+        shuffle: Whether an epoch has an order of its own (see :class:`Permutation`). A
+            sampler given as ``data`` decides its order itself.
+        pad: Whether ranks get equally many samples, as training needs; up to
+            ``world_size - 1`` from the start of the order are then visited twice. With
+            ``pad=False`` every sample is visited exactly once, as evaluation needs. By default
+            True when shuffling, and False otherwise and with ``drop_last``.
+        drop_last: Whether shares are made equal by leaving samples out instead.
+        seed: The same number on all ranks; by default that of ``seed_everything``, else one that
+            the ranks agreed on when their group was made.
+
+    Returns:
+        A ``DistributedSampler`` by type, also at world size 1, for a ``DataLoader``. Its
+        ``state_dict()`` and ``load_state_dict()`` let a run stop and resume at any sample, also
+        at another world size or batch size.
+
+    Raises:
+        TypeError: The data have no length and are no sampler, or are a stream.
+        ValueError: No samples; fewer samples than ranks, and ``drop_last``; ``pad`` and
+            ``drop_last`` together.
+        RanksDisagreeError: When first walked, if another rank made it from something else.
+
+    Example:
+        >>> list(make_sampler(5, shuffle=False))
+        [0, 1, 2, 3, 4]
+        >>> sampler = make_sampler(1000, seed=0)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sorted(first) == sorted(second) == list(range(1000)), first == second
+        (True, False)
+    """
+    if isinstance(data, (IterableDataset, DistributedSampler)):
+        raise TypeError(_NOT_THESE[isinstance(data, IterableDataset)].format(describe(data)))
+    if type(data) is SequentialSampler:
+        data, shuffle = data.data_source, False  # type: ignore[assignment]  # has a length
+    if isinstance(data, Sampler) or not hasattr(data, "__getitem__"):
+        if isinstance(data, Iterable):
+            pad = not drop_last if pad is None else pad
+            return WrappedSampler(data, pad=pad, drop_last=drop_last, seed=seed)
+        data = range(_checked_length(data))
+    if not isinstance(data, Sized):
         raise TypeError(
-            f"{type(data).__name__} is an IterableDataset, which no sampler can order: use "
-            "shard_iterable(dataset), or make_loader(dataset), which does it by itself"
+            f"{describe(data)} has no length to share out: give it a __len__, pass a length or a "
+            "sampler, or make it an IterableDataset and use shard_iterable"
         )
-    source = range(data) if isinstance(data, int) else data
-    if not isinstance(source, Sized):
-        raise TypeError(f"{type(source).__name__} has no length")
-    return ShardedSampler(source, shuffle=shuffle, pad=pad, drop_last=drop_last, seed=seed)
+    pad = shuffle and not drop_last if pad is None else pad
+    return ShardedSampler(data, shuffle=shuffle, pad=pad, drop_last=drop_last, seed=seed)
 
 
-@dataclass
-class Walk:
-    """One pass of one rank: where it began and how much of it has been handed out."""
-
-    epoch: int
-    start: int
-    """The global position that the pass began at."""
-    handed_out: int = 0
-    """Samples of this rank, counting those left in ``block``."""
-    block: Iterator[int] = field(default_factory=lambda: iter(()))
-
-    def taken(self) -> int:
-        return self.handed_out - length_hint(self.block)
+_NOT_THESE = {
+    True: "{} is a stream, which no sampler can order: use shard_iterable(dataset), or "
+    "make_loader(dataset), which does it by itself",
+    False: "{} is shared out over the ranks already, and would be shared out twice. Pass the "
+    "dataset, or the sampler that your script had on one GPU.",
+}
 
 
-class ShardedSampler(DistributedSampler[int]):
-    """The sampler that :func:`make_sampler` returns."""
+def _checked_length(data: object) -> int:
+    try:
+        length = operator.index(data)  # type: ignore[arg-type]  # what it raises is the check
+    except TypeError:
+        raise TypeError(
+            f"make_sampler takes a dataset, a length or a sampler, not {describe(data)}"
+        ) from None
+    if length < 0:
+        raise ValueError(f"make_sampler got a length of {length}")
+    return length
+
+
+class ShardedSampler(ResumableSampler):
+    """One rank's share of a dataset with a length. Made by :func:`make_sampler`."""
 
     def __init__(
-        self,
-        data: Sized,
-        *,
-        shuffle: bool = True,
-        pad: bool | None = None,
-        drop_last: bool = False,
-        seed: int | None = None,
+        self, source: Sized, *, shuffle: bool, pad: bool, drop_last: bool, seed: int | None
     ) -> None:
-        if len(data) == 0:
-            raise ValueError(f"{describe(data)} has no samples")
-        world_size = get_world_size()
-        super().__init__(data, world_size, get_rank(), shuffle, 0, drop_last)  # type: ignore[arg-type]
-        self.pad = (shuffle if pad is None else pad) and not drop_last
-        self._seed = seed
-        self._start = 0
-        self._walk: Walk | None = None
-        self._driver: Walk | None = None
-        self.num_samples = len(self._positions(0))
-        self.total_size = self._end(0)
-
-    @property
-    def seed(self) -> int:
-        """The seed that all ranks shuffle by."""
-        if self._seed is None:
-            self._seed = common_seed()
-        return self._seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[int]:
-        walk = self._driver
-        if walk is not None:
-            return chain.from_iterable(self._blocks(walk, False))
-        walk = self.begin()
-        return chain.from_iterable(self._blocks(walk, True))
-
-    def begin(self) -> Walk:
-        self._walk = Walk(self.epoch, self._start)
-        return self._walk
-
-    def finish(self, walk: Walk) -> None:
-        """Note that a pass is exhausted: the next one is of the next epoch."""
-        if walk is self._walk:
-            self.set_epoch(walk.epoch + 1)
+        super().__init__(source, shuffle=shuffle, pad=pad, drop_last=drop_last, seed=seed)
+        length = self.length
+        if length == 0:
+            raise ValueError(f"{describe(source)} has no samples")
+        if drop_last and length < self.num_replicas:
+            raise ValueError(
+                f"{describe(source)} has {length} samples for {self.num_replicas} ranks, so with "
+                "drop_last=True every rank gets none. Use fewer ranks or pad=True."
+            )
+        if pad and length < self.num_replicas:
+            warnings.warn(
+                f"{describe(source)} has {length} samples for {self.num_replicas} ranks: with "
+                "pad=True each is visited by several ranks in every epoch",
+                stacklevel=4,
+            )
 
     def __len__(self) -> int:
-        return len(self._positions(self._start)) if self._start else self.num_samples
+        return len(self.positions())
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass."""
-        if epoch != self.epoch:
-            self.epoch, self._start, self._walk = epoch, 0, None
+    def positions(self, rank: int | None = None, start: int | None = None) -> range:
+        """Return the positions in the epoch's order that a rank visits."""
+        return share(
+            self.rank if rank is None else rank,
+            self.num_replicas,
+            self.length,
+            self.progress.start if start is None else start,
+            pad=self.pad,
+            drop_last=self.drop_last,
+        )
 
-    def _end(self, start: int) -> int:
-        """Return the global position, beyond the last sample where padded, that passes end at."""
-        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
-        left = max(0, length - start)
-        if self.drop_last:
-            return start + left // ranks * ranks
-        return start + (-(-left // ranks) * ranks if self.pad else left)
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        start = self.progress.start
+        ends = dealt_end(
+            self.length, self.num_replicas, start, pad=self.pad, drop_last=self.drop_last
+        )
+        return ends - start
 
-    def _positions(self, start: int) -> range:
-        return range(start + self.rank, self._end(start), self.num_replicas)
+    def is_uneven(self, batch_size: int, drop_last: bool) -> bool:
+        if self.pad or self.drop_last:
+            return False
+        left = max(0, self.length - self.progress.start)
+        return batches_are_uneven(left, self.num_replicas, batch_size, drop_last)
 
-    def _blocks(self, walk: Walk, own: bool) -> Iterator[Iterator[int]]:
-        length = len(self.dataset)  # type: ignore[arg-type]
-        positions = self._positions(walk.start)
+    def order(self, epoch: int) -> Permutation | None:
+        """Return the order of an epoch, None for the dataset's own."""
+        return Permutation(self.length, self.seed, epoch) if self.shuffle else None
+
+    @property
+    def length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _blocks(self, walk: Walk) -> Iterator[list[int]]:
+        length, order = self.length, self.order(walk.epoch)
+        positions = self.positions(start=walk.start)
         inside = range(positions.start, min(positions.stop, length), positions.step)
-        order = Permutation(length, self.seed, walk.epoch) if self.shuffle else None
         for at in range(0, len(inside), BLOCK):
             part = inside[at : at + BLOCK]
-            block = list(part) if order is None else order.take(part)
-            walk.handed_out += len(block)
-            walk.block = iter(block)
-            yield walk.block
+            yield list(part) if order is None else order.take(part)
         for position in positions[len(inside) :]:
-            at = position % length
-            walk.handed_out += 1
-            walk.block = iter([at if order is None else order.take(range(at, at + 1))[0]])
-            yield walk.block
-        if own:
-            self.finish(walk)
-
-
-def describe(data: Any) -> str:
-    """Return how an error names a dataset."""
-    return f"dataset {type(data).__name__}"
+            again = position % length
+            yield [again] if order is None else order.take(range(again, again + 1))

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -145,9 +146,8 @@ def loader_that_draws() -> tuple[Callable[[], int], int] | None:
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH_DATA):
         owner = frame.f_locals.get("self")
         if isinstance(owner, loader._BaseDataLoaderIter):
-            state, drawn = vars(owner), owner._index_sampler
-            size = getattr(drawn, "batch_size", 1) if owner._auto_collation else 1
-            return (lambda: cast(int, state["_num_yielded"])), size
+            size = owner._index_sampler.batch_size if owner._auto_collation else 1
+            return partial(vars(owner).__getitem__, "_num_yielded"), size
         frame = frame.f_back
     return None
 

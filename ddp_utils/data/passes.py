@@ -1,0 +1,153 @@
+"""How is a loader walked, from its first batch to its last?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from ddp_utils.agree.seeding import mix_seeds
+from ddp_utils.data.epochs import EpochFollower
+from ddp_utils.data.progress import Progress, Walk
+from ddp_utils.data.stream_turns import StreamTurns
+from ddp_utils.world.world import get_rank
+
+__all__ = ["DistributedLoader", "Pass", "Turns", "uneven_pass_in_progress"]
+
+
+class Turns(Protocol):
+    """What decides who gets what: a sampler, or the shard of a stream."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def seed(self) -> int: ...
+    def begin(self) -> Walk: ...
+    def drawn_by(self, walk: Walk) -> AbstractContextManager[None]: ...
+    def is_uneven(self, batch_size: int, drop_last: bool) -> bool: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class DistributedLoader(DataLoader[Any]):
+    """The ``DataLoader`` that :func:`ddp_utils.make_loader` returns."""
+
+    def __init__(
+        self, dataset: Any, *, turns: Turns, items_in_batch: int, name: str, **options: Any
+    ) -> None:
+        super().__init__(dataset, **options)
+        self.turns = turns
+        self.items_in_batch = items_in_batch
+        """Of the items that ``turns`` counts in, be they samples or batches."""
+        self.name = name
+        self._seeds_workers = self.generator is None
+        self._follower: EpochFollower | None = None
+        if self.persistent_workers and callable(getattr(dataset, "set_epoch", None)):
+            self._follower = EpochFollower(dataset)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is a private class
+        return Pass(self)
+
+    def __len__(self) -> int:
+        return len(self.turns) if isinstance(self.turns, StreamTurns) else super().__len__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch.
+
+        Not needed: a pass that was walked to its end moves on to the next epoch by itself.
+        """
+        self.turns.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands, by the batches that it has handed out.
+
+        A few numbers, the same on every rank.
+        """
+        return self.turns.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken: the next pass is the rest of that epoch.
+
+        Datasets with a length resume at any world size, batch size and number of workers;
+        streams only as they were.
+
+        Raises:
+            ValueError: The state cannot be resumed here; the message tells what differs.
+        """
+        self.turns.load_state_dict(state)
+
+    def fetching(self, epoch: int) -> Iterator[Any]:
+        """Return torch's own iterator over the batches of an epoch."""
+        if self._seeds_workers:
+            seed = mix_seeds(self.turns.seed, epoch, get_rank()) if self.num_workers else 0
+            self.generator = Generator().manual_seed(seed >> 1)
+        if self._follower is None:
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+            return super().__iter__()
+        self._follower.epoch[0] = epoch
+        # Workers are started with the follower; everybody else still sees the user's dataset.
+        dataset, self.__dict__["dataset"] = self.dataset, self._follower
+        try:
+            return super().__iter__()
+        finally:
+            self.__dict__["dataset"] = dataset
+
+
+_uneven: WeakSet[Pass] = WeakSet()
+
+
+class Pass(Iterator[Any]):
+    """One pass over a loader: torch's own iterator, and a count of what it has handed out."""
+
+    def __init__(self, loader: DistributedLoader) -> None:
+        self.name = loader.name
+        self._batches = 0
+        self._turns = loader.turns
+        self._walk = walk = loader.turns.begin()
+        walk.count_by(lambda: self._batches, loader.items_in_batch)
+        walk.length = _items(loader)
+        self._is_uneven = self._turns.is_uneven(loader.items_in_batch, loader.drop_last)
+        with self._turns.drawn_by(walk):
+            self._fetched = loader.fetching(walk.epoch)
+            if isinstance(self._turns, StreamTurns):  # its seen batches are fetched once more
+                deque(islice(self._fetched, walk.start), maxlen=0)
+
+    def __next__(self) -> Any:
+        with self._turns.drawn_by(self._walk):
+            try:
+                batch = next(self._fetched)
+            except StopIteration:
+                _uneven.discard(self)
+                self._turns.progress.finish(self._walk)
+                raise
+        if self._is_uneven and not self._batches:
+            _uneven.add(self)
+        self._batches += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._fetched)  # type: ignore[arg-type]  # torch's iterator has a length
+
+
+def _items(loader: DistributedLoader) -> int | None:
+    try:
+        return len(loader) * loader.items_in_batch
+    except TypeError:
+        return None
+
+
+def uneven_pass_in_progress() -> str | None:
+    """Return the name of a loader that is being walked and has more batches on some ranks.
+
+    None where there is none. Such a pass is for evaluation: each sample once, so that ranks may
+    end at different batches. A training forward in it would wait for ranks that are done.
+    """
+    return next((one.name for one in _uneven), None)

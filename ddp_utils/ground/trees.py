@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-__all__ = ["flatten", "leaves_with_paths", "map_leaves", "paths_of", "unflatten"]
+__all__ = ["flatten", "leaves_with_paths", "map_leaves", "merge", "paths_of", "unflatten"]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -66,6 +66,35 @@ def paths_of(structure: Any, path: str = "") -> list[str]:
     for key, child in zip(keys, below, strict=True):
         paths += paths_of(child, f"{path}.{key}" if step == "." else f"{path}[{key!r}]")
     return paths
+
+
+def merge(trees: Sequence[Any], path: str = "") -> Any:
+    """Return a tree like the first, with the mapping keys of all of them.
+
+    Where two trees have the same leaf, the first one's is kept.
+
+    Raises:
+        ValueError: with the path at which the trees differ by more than the keys of a mapping.
+
+    >>> merge([{"a": 1, "b": {"c": 2}}, {"a": 3, "b": {"d": 4}}])
+    {'a': 1, 'b': {'c': 2, 'd': 4}}
+    """
+    first = trees[0]
+    splits = [split(tree) if (split := _SPLITS[type(tree)]) else None for tree in trees]
+    if not any(splits):
+        return first
+    if all(isinstance(tree, Mapping) for tree in trees):
+        merged: Any = copy.copy(first)
+        for key in dict.fromkeys(key for tree in trees for key in tree):
+            merged[key] = merge([tree[key] for tree in trees if key in tree], f"{path}[{key!r}]")
+        return merged
+    if not all(splits) or len({split[:2] for split in splits if split}) > 1:
+        raise ValueError(path)
+    step, keys, _ = splits[0]  # type: ignore[misc]  # all of them are there
+    children = []
+    for key, *each in zip(keys, *(split[2] for split in splits if split), strict=True):
+        children.append(merge(each, f"{path}.{key}" if step == "." else f"{path}[{key!r}]"))
+    return _rebuild(first, keys, children)
 
 
 def _flatten(node: Any, leaves: list[Any]) -> Any:

@@ -2,198 +2,180 @@
 
 Each collective of this package begins with the same exchange: an ``all_gather`` of one message
 of fixed size. Whatever the ranks called, and with whatever arguments, the sizes match, so no
-backend can crash or mix up numbers. The message carries a digest of what its rank came for, so
-that every rank sees every digest whole (nothing is summed, nothing can cancel) and all of them
-come to the same verdict; it carries small values too, for which it is the only message. A rank
-that cannot take part says so in it.
+backend can crash or mix up numbers. The message carries a digest of what its rank came for.
+Every rank sees every digest whole (nothing is summed, so nothing can cancel) and comes to the
+same verdict. It carries small values too, for which it is the only message, and the error of a
+rank that cannot take part.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ddp_utils.callsite import refuse_in_section
-from ddp_utils.ground.errors import DistributedError, RanksDisagreeError
-from ddp_utils.world.world import current_world, get_device
+from ddp_utils.callsite import call_site, refuse_in_section
+from ddp_utils.ground import settings
+from ddp_utils.ground.errors import RanksDisagreeError
+from ddp_utils.talk import debug
+from ddp_utils.talk.agreement import Agree, Came, all_equal, difference
+from ddp_utils.talk.circle import Circle, circle_of, gather_even, gather_uneven, road_for
 
-__all__ = [
-    "PAYLOAD",
-    "Circle",
-    "Note",
-    "bulk_device",
-    "circle_of",
-    "exchange",
-    "gather_bulk",
-    "tell_if_failing",
-]
+__all__ = ["PAYLOAD", "Answers", "Call", "Note"]
 
-HEAD = struct.Struct("<16s?B6xqd")
+HEAD = struct.Struct("<16s??6xqd")
 PAYLOAD = 2048
 """Bytes of a value that travel within the first message: 256 numbers."""
 SIZE = HEAD.size + PAYLOAD
 
 
-@dataclass(frozen=True)
-class Circle:
-    """Who takes part in a collective: this process's place among the ranks of a group."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-
-    @property
-    def ranks(self) -> list[int]:
-        """The global ranks of those in the circle, by their place in it."""
-        if self.size == 1 and self.group is None:
-            return [0]
-        return dist.get_process_group_ranks(self.group)
+Terms = Callable[[], Mapping[str, Any]]
 
 
 class Note(NamedTuple):
     """What a rank says about itself in the first message.
 
-    ``size`` is the length of its value in whatever unit the operation counts, ``weight`` its
-    weight in a mean; ``on_device`` tells that the value lies on an accelerator.
+    ``digest`` (16 bytes) is of what all ranks must agree on; ``size`` counts its value in the
+    operation's own unit, ``weight`` is its weight in a mean.
     """
 
     digest: bytes
+    failed: bool = False
+    on_accelerator: bool = False
     size: int = 0
     weight: float = 1.0
-    on_device: bool = False
-    failed: bool = False
 
 
-def circle_of(group: dist.ProcessGroup | None, operation: str) -> Circle:
-    """Return this process's place in ``group``; without any process group, a circle of one.
+class Answers(NamedTuple):
+    """Everybody's first message, by place in the circle.
 
-    Raises:
-        DistributedError: A launcher started several ranks, but they are in no group yet.
-        ValueError: This rank is not in ``group``.
+    ``payloads`` has the shape ``(circle.size, PAYLOAD)``, each padded with zeros. ``came`` is
+    None where all digests are the same, else what each rank came for.
     """
-    if dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(
-                f"{operation}: rank {dist.get_rank()} is not in the group that was given, which "
-                "only its members may call"
-            )
-        return Circle(group, rank, dist.get_world_size(group))
-    world = current_world()
-    if world.world_size > 1:
-        raise DistributedError(
-            f"rank {world.rank} of {world.world_size} called {operation} while there is no "
-            "process group. Call init_distributed() first, or run inside distributed_main."
-        )
-    return Circle(None, 0, 1)
+
+    notes: list[Note]
+    payloads: NDArray[np.uint8]
+    came: list[Came] | None = None
 
 
-@contextmanager
-def tell_if_failing(circle: Circle, operation: str) -> Iterator[None]:
-    """Tell the other ranks if the block raises here: they raise too, instead of waiting."""
-    try:
-        yield
-    except Exception as error:
+@dataclass(frozen=True)
+class Call:
+    """One collective that this rank has come to."""
+
+    operation: str
+    circle: Circle
+
+    @classmethod
+    def of(cls, operation: str, group: dist.ProcessGroup | None) -> Call:
+        """Come to a collective.
+
+        Raises:
+            OneRankSectionError: The other ranks will not come.
+        """
+        circle = circle_of(group, operation)
         if circle.size > 1:
-            text = f"{type(error).__name__}: {error}".encode()[:PAYLOAD]
-            try:
-                exchange(circle, operation, Note(bytes(16), len(text), failed=True), text)
-            except RanksDisagreeError:
-                pass
-        raise
+            refuse_in_section(operation)
+        return cls(operation, circle)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Tell the other ranks if the block raises here: they raise too, instead of waiting."""
+        try:
+            yield
+        except Exception as error:
+            if self.circle.size > 1:
+                text = f"{type(error).__name__}: {error}"
+                payload = text.encode()[:PAYLOAD]
+                with suppress(Exception):  # ours is the error to show here
+                    note = Note(bytes(16), failed=True, size=len(payload))
+                    self.exchange(note, payload, lambda: {"": text})
+            raise
+
+    def exchange(
+        self,
+        note: Note,
+        payload: bytes = b"",
+        terms: Terms = dict,
+        *,
+        agree: Agree = all_equal,
+        tree: Callable[[], Any] = lambda: None,
+    ) -> Answers:
+        """Give this rank's note and payload to all, and return everybody's.
+
+        Args:
+            note: See :class:`Note`.
+            payload: At most ``PAYLOAD`` bytes.
+            terms: Tells by path what this rank brought. Asked only where the digests differ.
+            agree: Judges what all ranks brought at one path, then.
+            tree: What the paths lead through, for a caller that merges trees.
+
+        Raises:
+            RanksDisagreeError: The ranks came for different things, or one of them cannot take
+                part; the same text on all the others.
+        """
+        if self.circle.size == 1:
+            row = np.zeros((1, PAYLOAD), np.uint8)
+            row[0, : len(payload)] = np.frombuffer(payload, np.uint8)
+            return Answers([note], row)
+        if settings.DEBUG.get():
+            debug.compare(self.circle, Came(self.operation, call_site(), terms()), agree)
+        answers = _first_message(self.circle, note, payload)
+        if any(other.failed for other in answers.notes):
+            raise RanksDisagreeError(self._who_failed(answers))
+        if all(other.digest == note.digest for other in answers.notes):
+            return answers
+        came = self._gather_came(Came(self.operation, call_site(), terms(), tree()))
+        text = difference(came, self.circle.ranks, agree)
+        if text is not None:
+            raise RanksDisagreeError(text)
+        return answers._replace(came=came)
+
+    def _gather_came(self, came: Came) -> list[Came]:
+        try:
+            data = pickle.dumps(came)
+        except Exception:  # a container of a class that does not pickle; said by who merges
+            data = pickle.dumps(replace(came, tree=None))
+        inline = data if len(data) <= PAYLOAD else b""
+        notes, payloads, _ = _first_message(self.circle, Note(bytes(16), size=len(data)), inline)
+        sizes = [note.size for note in notes]
+        if max(sizes) <= PAYLOAD:
+            return [
+                pickle.loads(row[:size].tobytes())
+                for row, size in zip(payloads, sizes, strict=True)
+            ]
+        bulk = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(road_for(self.circle))
+        rows = gather_uneven(self.circle, bulk, sizes)
+        return [pickle.loads(row.cpu().numpy().tobytes()) for row in rows]
+
+    def _who_failed(self, answers: Answers) -> str:
+        return "\n".join(
+            f"rank {rank} could not take part in {self.operation}: "
+            + payload[: note.size].tobytes().decode(errors="replace")
+            for rank, note, payload in zip(
+                self.circle.ranks, answers.notes, answers.payloads, strict=True
+            )
+            if note.failed
+        )
 
 
-def exchange(
-    circle: Circle, operation: str, note: Note, payload: bytes = b""
-) -> tuple[list[Note], NDArray[np.uint8]]:
-    """Give this rank's note and payload to all, and return everybody's, by place in the circle.
+def _first_message(circle: Circle, note: Note, payload: bytes) -> Answers:
+    """Exchange the message of fixed size.
 
-    Returns:
-        The notes, and the payloads as an array of shape ``(circle.size, PAYLOAD)``, each padded
-        with whatever.
-
-    Raises:
-        OneRankSectionError: Other ranks will not come.
-        RanksDisagreeError: Some rank could not take part; raised on all others.
+    Its road must not depend on what this rank holds, since others may hold something else: it
+    is the CPU's, where the group has a backend for the CPU.
     """
-    if circle.size == 1:
-        row = np.zeros((1, PAYLOAD), np.uint8)
-        row[0, : len(payload)] = np.frombuffer(payload, np.uint8)
-        return [note], row
-    refuse_in_section(operation)
     message = bytearray(SIZE)
-    HEAD.pack_into(message, 0, note.digest, note.failed, note.on_device, note.size, note.weight)
+    HEAD.pack_into(message, 0, *note)
     message[HEAD.size : HEAD.size + len(payload)] = payload
-    received = _all_gather(circle, torch.frombuffer(message, dtype=torch.uint8)).numpy()
-    notes = []
-    for row in received:
-        digest, failed, on_device, size, weight = HEAD.unpack_from(row)
-        notes.append(Note(digest, size, weight, bool(on_device), failed))
-    payloads = received[:, HEAD.size :]
-    if any(other.failed for other in notes):
-        raise RanksDisagreeError(_who_failed(circle, operation, notes, payloads))
-    return notes, payloads
-
-
-def _who_failed(
-    circle: Circle, operation: str, notes: Sequence[Note], payloads: NDArray[np.uint8]
-) -> str:
-    lines = [
-        f"rank {rank} could not take part in {operation}: "
-        + payloads[i, : notes[i].size].tobytes().decode(errors="replace")
-        for i, rank in enumerate(circle.ranks)
-        if notes[i].failed
-    ]
-    return "\n".join(lines)
-
-
-def gather_bulk(circle: Circle, bulk: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Gather one-dimensional ``uint8`` tensors of uneven ``sizes``, which all ranks know."""
-    longest = max(sizes)
-    padded = bulk
-    if len(bulk) < longest:
-        padded = bulk.new_zeros(longest)
-        padded[: len(bulk)] = bulk
-    received = _all_gather(circle, padded, where=bulk.device)
-    return [row[:size] for row, size in zip(received, sizes, strict=True)]
-
-
-def bulk_device(circle: Circle, all_on_device: bool) -> torch.device:
-    """Return where tensors must lie to travel: on the accelerator if all ranks' are there.
-
-    A CPU tensor goes by the group's CPU backend where it has one, else by the accelerator's.
-    """
-    kinds = _device_types(circle)
-    own = get_device()
-    if own.type in kinds and (all_on_device or "cpu" not in kinds):
-        return own
-    return torch.device("cpu")
-
-
-def _device_types(circle: Circle) -> set[str]:
-    """Return the device types that the group has a backend for."""
-    config = dist.get_backend_config(circle.group)
-    return {part.partition(":")[0] for part in config.split(",")}
-
-
-def _all_gather(
-    circle: Circle, message: torch.Tensor, where: torch.device | None = None
-) -> torch.Tensor:
-    """Return everybody's ``message``, of one size on all ranks, stacked; back on its device.
-
-    The first message must not choose its road by what this rank holds: the others might hold
-    something else. So it is always the CPU's, where the group has a CPU backend.
-    """
-    road = bulk_device(circle, False) if where is None else where
-    message = message.to(road)
-    received = message.new_empty((circle.size, len(message)))
-    dist.all_gather(list(received.unbind(0)), message, group=circle.group)
-    return received if where is not None else received.cpu()
+    road = road_for(circle)
+    tensor = torch.frombuffer(message, dtype=torch.uint8).to(road)
+    rows = gather_even(circle, tensor).cpu().numpy()
+    return Answers([Note(*HEAD.unpack_from(row)) for row in rows], rows[:, HEAD.size :])

@@ -1,16 +1,16 @@
-"""How do the numbers of a tree become one buffer, and reduced numbers a tree again?
+"""How do the numbers of a tree become one row, and reduced numbers leaves again?
 
-Pure functions. A number travels in eight bytes: a float as a float64, an int or a bool as an
+Pure functions. A number of a row takes eight bytes: a float as a float64, an int or a bool as an
 int64, so that floats keep all their digits and ints are exact.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -18,24 +18,31 @@ import torch
 from numpy.typing import NDArray
 
 from ddp_utils.ground.trees import paths_of
+from ddp_utils.talk.agreement import digest_of
 
 __all__ = [
     "Leaf",
+    "Operation",
     "Plan",
+    "common_kind",
+    "from_row",
     "leaf_of",
     "numbers_of",
     "plan_for",
-    "reduce_rows",
+    "plan_of",
     "rebuild_leaf",
+    "reduce_rows",
+    "result_dtype",
     "to_row",
 ]
 
 Operation = Literal["mean", "sum", "min", "max"]
 Kind = Literal["bool", "int", "float"]
+Form = Literal["python", "scalar", "array", "tensor"]
 KINDS: tuple[Kind, ...] = ("bool", "int", "float")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is made once: identity is enough, and is fast
 class Leaf:
     """What a leaf of numbers is: the kind and shape that ranks must agree on, and its own form.
 
@@ -45,13 +52,25 @@ class Leaf:
 
     kind: Kind
     shape: tuple[int, ...] = ()
-    form: Literal["python", "scalar", "array", "tensor"] = "python"
+    form: Form = "python"
     dtype: Any = None
+
+    def __str__(self) -> str:
+        if self.form == "python":
+            return f"a Python {self.kind}"
+        if self.form == "scalar":
+            return f"a NumPy {self.dtype}"
+        return f"{self.form} of shape {self.shape}, {self.dtype}"
 
     @property
     def size(self) -> int:
         """How many numbers it holds."""
         return math.prod(self.shape)
+
+    @property
+    def terms(self) -> str:
+        """What the ranks must agree on, as text."""
+        return f"{self.kind} {self.shape}"
 
 
 PYTHON = {float: Leaf("float"), int: Leaf("int"), bool: Leaf("bool")}
@@ -65,71 +84,106 @@ def leaf_of(value: Any) -> Leaf:
     """Return what a leaf is.
 
     Raises:
-        TypeError: It holds no real numbers that a reduction could keep exact.
+        TypeError: It holds no real numbers of at most 64 bits. The text goes on from the path.
     """
     leaf = PYTHON.get(type(value))
     if leaf is not None:
         return leaf
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta:
-            raise TypeError(f"is a {value.layout} tensor on {value.device}; make it dense")
-        return _tensor_leaf(value.dtype, tuple(value.shape))
-    if isinstance(value, (np.ndarray, np.generic)):
-        form: Literal["array", "scalar"] = "array" if isinstance(value, np.ndarray) else "scalar"
-        return _numpy_leaf(value.dtype, value.shape, form)
-    for kind, leaf in PYTHON.items():
-        if isinstance(value, kind):
-            return leaf
-    raise TypeError(f"is a {type(value).__name__}, not a number, an array or a tensor")
+            raise TypeError(f"is a tensor of {value.layout} on {value.device}: make it dense")
+        return _tensor_leaf(value.dtype, value.shape)
+    if isinstance(value, np.ndarray):
+        return _numpy_leaf(value.dtype, value.shape, "array")
+    if isinstance(value, np.generic):
+        return _numpy_leaf(value.dtype, (), "scalar")
+    if isinstance(value, int):
+        return PYTHON[int]  # an IntEnum and its kind
+    raise TypeError(f"is a {type(value).__name__}, which is no number, array or tensor")
 
 
 @lru_cache(maxsize=1024)
-def _tensor_leaf(dtype: torch.dtype, shape: tuple[int, ...]) -> Leaf:
+def _tensor_leaf(dtype: torch.dtype, shape: torch.Size) -> Leaf:
     if dtype is torch.bool:
-        return Leaf("bool", shape, "tensor", dtype)
+        return Leaf("bool", tuple(shape), "tensor", dtype)
     if dtype.is_floating_point:
-        return Leaf("float", shape, "tensor", dtype)
+        return Leaf("float", tuple(shape), "tensor", dtype)
     if dtype in INTEGERS:
-        return Leaf("int", shape, "tensor", dtype)
-    raise TypeError(f"is a tensor of {dtype}; only real numbers can be reduced")
+        return Leaf("int", tuple(shape), "tensor", dtype)
+    raise TypeError(f"is a tensor of {dtype}, which are no real numbers")
 
 
 @lru_cache(maxsize=1024)
-def _numpy_leaf(
-    dtype: np.dtype[Any], shape: tuple[int, ...], form: Literal["array", "scalar"]
-) -> Leaf:
+def _numpy_leaf(dtype: np.dtype[Any], shape: tuple[int, ...], form: Form) -> Leaf:
     kinds: dict[str, Kind] = {"b": "bool", "i": "int", "u": "int", "f": "float"}
     if dtype.kind not in kinds or dtype.itemsize > 8:
-        raise TypeError(f"is NumPy's {dtype}; only real numbers of up to 64 bits can be reduced")
+        raise TypeError(f"is NumPy's {dtype}, which are no real numbers of at most 64 bits")
     return Leaf(kinds[dtype.kind], shape, form, dtype)
+
+
+def common_kind(leaves: Iterable[Leaf]) -> Kind | None:
+    """Return the kind of number that ranks agree on, or None where they do not.
+
+    A Python number stands for a wider kind too, as it does in torch and NumPy: the ``loss = 0``
+    of a rank without data goes with the others' floats.
+    """
+    leaves = list(leaves)
+    widest = max((leaf.kind for leaf in leaves), key=KINDS.index)
+    typed = {leaf.kind for leaf in leaves if leaf.form != "python"}
+    return widest if typed <= {widest} else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the leaves of one structure lie in a row of numbers."""
+    """How the leaves of a tree lie in a row of numbers."""
 
     paths: tuple[str, ...]
     leaves: tuple[Leaf, ...]
-    size: int
+    ends: tuple[int, ...]
+    """Where each leaf ends in the row."""
     floats: NDArray[np.bool_]
     """Which numbers of the row are floats, shape ``(size,)``."""
+    all_floats: bool
+    plain: bool
+    """All leaves are Python numbers."""
     digest: bytes
     """Of what all ranks must agree on, 16 bytes."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers a row holds."""
+        return self.ends[-1] if self.ends else 0
+
+    def parts(self, row: Sequence[Any]) -> list[Any]:
+        """Cut a row of numbers into the leaves'."""
+        return [row[start:end] for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
 @lru_cache(maxsize=64)
 def plan_for(operation: str, structure: Hashable, leaves: tuple[Leaf, ...]) -> Plan:
     """Return the plan for a tree with this structure and these leaves.
 
-    >>> plan_for("mean", None, (Leaf("float", (2, 3)),)).size
+    >>> plan_for("all_reduce_sum", None, (Leaf("float", (2, 3)),)).size
     6
     """
-    paths = tuple(paths_of(structure))
-    sizes = [leaf.size for leaf in leaves]
-    floats = np.repeat(np.array([leaf.kind == "float" for leaf in leaves], np.bool_), sizes)
-    lines = [f"{p}\t{leaf.kind}\t{leaf.shape}" for p, leaf in zip(paths, leaves, strict=True)]
-    digest = hashlib.blake2b("\n".join([operation, *lines]).encode(), digest_size=16).digest()
-    return Plan(paths, leaves, sum(sizes), floats, digest)
+    return plan_of(operation, paths_of(structure), leaves)
+
+
+def plan_of(operation: str, paths: Sequence[str], leaves: Sequence[Leaf]) -> Plan:
+    """Return the plan for leaves at these paths."""
+    is_float = [leaf.kind == "float" for leaf in leaves]
+    floats = np.repeat(np.array(is_float, np.bool_), [leaf.size for leaf in leaves])
+    terms = [f"{path}\t{leaf.terms}" for path, leaf in zip(paths, leaves, strict=True)]
+    digest = digest_of(operation, *terms)
+    return Plan(
+        paths=tuple(paths),
+        leaves=tuple(leaves),
+        ends=tuple(accumulate(leaf.size for leaf in leaves)),
+        floats=floats,
+        all_floats=all(is_float),
+        plain=all(leaf.form == "python" for leaf in leaves),
+        digest=digest,
+    )
 
 
 def numbers_of(value: Any, leaf: Leaf) -> list[Any]:
@@ -142,20 +196,28 @@ def numbers_of(value: Any, leaf: Leaf) -> list[Any]:
     return numbers
 
 
-def to_row(operation: Operation, numbers: Sequence[Any], floats: NDArray[np.bool_]) -> bytes:
+def to_row(operation: Operation, numbers: Sequence[Any], plan: Plan) -> bytes:
     """Return numbers as eight bytes each; for a mean all as floats.
 
     Raises:
         OverflowError: An int does not fit in 64 bits.
     """
-    if operation == "mean" or floats.all():
+    if operation == "mean" or plan.all_floats:
         return np.array(numbers, np.float64).tobytes()
-    row = np.empty(len(numbers), np.int64)
-    row[~floats] = [x for x, is_float in zip(numbers, floats, strict=True) if not is_float]
-    row[floats] = np.array(
-        [x for x, is_float in zip(numbers, floats, strict=True) if is_float], np.float64
-    ).view(np.int64)
+    row = np.empty(plan.size, np.int64)
+    column = np.array(numbers, object)
+    row[plan.floats] = column[plan.floats].astype(np.float64).view(np.int64)
+    row[~plan.floats] = column[~plan.floats].astype(np.int64)
     return row.tobytes()
+
+
+def from_row(operation: Operation, row: NDArray[np.int64], plan: Plan) -> list[Any]:
+    """Return the numbers that :func:`to_row` wrote."""
+    if operation == "mean" or plan.all_floats:
+        return row.view(np.float64).tolist()  # type: ignore[no-any-return]
+    numbers = row.astype(object)
+    numbers[plan.floats] = row[plan.floats].view(np.float64)
+    return numbers.tolist()  # type: ignore[no-any-return]
 
 
 def reduce_rows(
@@ -169,73 +231,70 @@ def reduce_rows(
     A mean is ``sum(w x) / sum(w)``; a rank of weight zero does not count, even with a NaN.
     """
     if operation == "mean":
-        return _mean(rows.view(np.float64), weights)
-    reduced: list[Any] = [0] * len(floats)
+        return _mean(rows.view(np.float64), weights).tolist()  # type: ignore[no-any-return]
+    reduced = np.empty(len(floats), object)
     with np.errstate(all="ignore"):
-        of_floats = FLOATS[operation](rows[:, floats].view(np.float64), 0).tolist()
-    of_ints = [INTS[operation](column) for column in rows[:, ~floats].T.tolist()]
-    for is_float, numbers in ((True, of_floats), (False, of_ints)):
-        for index, number in zip(np.flatnonzero(floats == is_float), numbers, strict=True):
-            reduced[index] = number
-    return reduced
+        reduced[floats] = REDUCE[operation](rows[:, floats].view(np.float64), axis=0)
+    ints = rows[:, ~floats]
+    # Python's ints: a sum may leave the 64 bits.
+    reduced[~floats] = REDUCE[operation](ints.astype(object), axis=0) if ints.size else []
+    return reduced.tolist()  # type: ignore[no-any-return]
 
 
-FLOATS: dict[str, Callable[..., NDArray[np.float64]]] = {
-    "sum": np.sum,
-    "min": np.min,
-    "max": np.max,
-}
-INTS: dict[str, Callable[[list[int]], int]] = {"sum": sum, "min": min, "max": max}
+REDUCE: dict[str, Callable[..., Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
 
 
-def _mean(rows: NDArray[np.float64], weights: NDArray[np.float64] | None) -> list[float]:
+def _mean(rows: NDArray[np.float64], weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
         if weights is None:
-            mean = rows.sum(0) / len(rows)
-        else:
-            counted = weights != 0
-            mean = weights[counted] @ rows[counted] / weights.sum()
-    numbers: list[float] = mean.tolist()
-    return numbers
+            return rows.sum(axis=0) / len(rows)  # type: ignore[no-any-return]
+        counted = weights != 0
+        total = (weights[counted, None] * rows[counted]).sum(axis=0)
+        return total / weights.sum()  # type: ignore[no-any-return]
 
 
-def rebuild_leaf(operation: Operation, leaf: Leaf, numbers: Sequence[Any], like: Any) -> Any:
-    """Return reduced numbers in the form of a leaf, on the device of ``like``.
-
-    Means of ints and bools are float64, sums of them int64 as with ``torch.sum``.
+def rebuild_leaf(operation: Operation, leaf: Leaf, numbers: Sequence[Any]) -> Any:
+    """Return reduced numbers in the form of a leaf; a tensor on the CPU.
 
     Raises:
-        OverflowError: An int does not fit in its dtype.
+        OverflowError: An int does not fit in the result's dtype.
     """
     if leaf.form == "python":
-        return bool(numbers[0]) if leaf.kind == "bool" and operation in "min max" else numbers[0]
+        as_bool = leaf.kind == "bool" and operation in ("min", "max")
+        return bool(numbers[0]) if as_bool else numbers[0]
     dtype = result_dtype(operation, leaf)
-    if leaf.form == "scalar":
-        return dtype.type(numbers[0])
-    if leaf.form == "array":
+    if leaf.form == "tensor":
+        return _tensor(numbers, dtype, leaf.shape)
+    with np.errstate(over="ignore"):
+        if leaf.form == "scalar":
+            return dtype.type(numbers[0])
         return np.array(numbers, dtype).reshape(leaf.shape)
-    return _tensor(numbers, dtype, leaf.shape).to(like.device)
 
 
 def result_dtype(operation: Operation, leaf: Leaf) -> Any:
-    """Return the dtype of a reduced tensor or array."""
-    if operation in ("min", "max") or leaf.kind == "float":
+    """Return the dtype of a reduced tensor or array.
+
+    Floats keep theirs. Means of ints and bools are float64, sums of them 64 bits wide, as with
+    ``torch.sum`` and ``numpy.sum``.
+    """
+    if leaf.kind == "float" or operation in ("min", "max"):
         return leaf.dtype
-    name = (
-        "float64" if operation == "mean" else "uint64" if "uint64" in str(leaf.dtype) else "int64"
-    )
+    name = "float64"
+    if operation == "sum":
+        name = "uint64" if str(leaf.dtype).endswith("uint64") else "int64"
     return getattr(torch, name) if leaf.form == "tensor" else np.dtype(name)
 
 
 def _tensor(numbers: Sequence[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of numbers; through NumPy where it can, which is faster by far."""
-    like = _NUMPY_DTYPES.get(dtype)
+    """Return a tensor of numbers; through NumPy where that can, which is faster by far."""
+    like = NUMPY_DTYPES.get(dtype)
     if like is None:
         return torch.tensor(numbers, dtype=torch.float64).to(dtype).reshape(shape)
-    with np.errstate(over="ignore"):  # too large for float32 is infinity, as in torch
+    with np.errstate(over="ignore"):  # too large for a float32 is infinity, as in torch
         array = np.array(numbers if shape else numbers[0], like)
     return torch.from_numpy(array.reshape(shape))
 
 
-_NUMPY_DTYPES = {torch.float64: np.dtype("float64"), torch.float32: np.dtype("float32")}
-_NUMPY_DTYPES |= {dtype: np.dtype(str(dtype).removeprefix("torch.")) for dtype in INTEGERS}
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]]
+NUMPY_DTYPES = {torch.float64: np.dtype("float64"), torch.float32: np.dtype("float32")}
+NUMPY_DTYPES |= {dtype: np.dtype(str(dtype).removeprefix("torch.")) for dtype in INTEGERS}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import devices
 from ddp_utils.world.launchers import Detection, detect
-from ddp_utils.world.world import World
+from ddp_utils.world.world import from_detection
 
 __all__ = ["GREEN", "RED", "explain", "show", "table"]
 
@@ -47,12 +47,8 @@ def explain(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _world(found: Detection) -> dict[str, Any]:
-    world = World(**found.facts, master_addr=found.master_addr, master_port=found.master_port)
-    return {
-        field.name: getattr(world, field.name)
-        for field in fields(world)
-        if field.name not in ("evidence", "launcher")
-    }
+    world = asdict(from_detection(found))
+    return {name: world[name] for name in world if name not in ("evidence", "launcher")}
 
 
 def _devices(found: Detection, environ: Mapping[str, str]) -> dict[str, Any]:

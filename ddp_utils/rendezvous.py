@@ -287,7 +287,8 @@ def roll_call(
         trouble: What this rank has found wrong with itself.
 
     Returns:
-        The address under which the other machines reach rank zero's, if one of them said it.
+        The address under which other machines reach rank zero's. It is a loopback one only if
+        all ranks reached it so; None if nobody knows.
 
     Raises:
         DistributedError: ``trouble``, on this rank; as :class:`RendezvousError` on the others.
@@ -296,8 +297,9 @@ def roll_call(
     """
     store = dist.PrefixStore("roll_call", meeting.store)
     text = str(trouble) if trouble is not None else _conflict(store, world, device)
-    if meeting.master_ip is not None and world.node_rank:
-        store.compare_set("master_ip", "", meeting.master_ip)
+    if meeting.master_ip is not None:
+        kind = "loopback" if is_loopback(meeting.master_ip) else "network"
+        store.compare_set(f"master_ip/{kind}", "", meeting.master_ip)
     if text is not None:
         store.compare_set("trouble", "", f"{who(world)}: {text}")
         store.set("done", "trouble")
@@ -312,13 +314,20 @@ def roll_call(
         if told is not None:
             _tell_the_late(store, world, meeting.hosted_here)
         elif trouble is None:
-            return store.get("master_ip").decode() if store.check(["master_ip"]) else None
+            return _best_master_ip(store)
     except dist.DistNetworkError as error:
         told = (
             f"{who(world)} lost rank 0 at {world.master_addr}:{world.master_port} before all "
             f"ranks had come ({first_line(error)}): see what rank 0 says"
         )
     raise trouble or RendezvousError(told)
+
+
+def _best_master_ip(store: dist.Store) -> str | None:
+    for key in ("master_ip/network", "master_ip/loopback"):
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
 
 
 def _tell_the_late(store: dist.Store, world: World, hosted_here: bool) -> None:

@@ -237,15 +237,22 @@ def _undirected(environ: Environ, read_file: ReadFile) -> Detection:
 
 def _read(launcher: Launcher, environ: Environ) -> Claim | None:
     """Return what a launcher's variables say, None where none is there that only it sets."""
+    marks = launcher.rank + launcher.world_size + launcher.local_rank
+    if not any(environ.get(name) for name in marks):
+        return None
     claim = Claim(launcher, {}, {})
     for fact in FACTS:
-        name = next((name for name in getattr(launcher, fact) if environ.get(name)), None)
-        if name is None or name.endswith("_PER_NODE"):
-            continue
-        claim.facts[fact] = _whole_number(name, environ[name])
-        claim.used[name] = environ[name]
-    marks = {"rank", "world_size", "local_rank"}
-    return claim if marks & claim.facts.keys() else None
+        names = (name for name in getattr(launcher, fact) if environ.get(name))
+        name = next((name for name in names if not _is_no_number(name, environ[name])), None)
+        if name is not None:
+            claim.facts[fact] = _whole_number(name, environ[name])
+            claim.used[name] = environ[name]
+    return claim
+
+
+def _is_no_number(name: str, text: str) -> bool:
+    """Whether a variable is a list by node, or a range of machines as torchrun takes it."""
+    return name.endswith("_PER_NODE") or (name == "NNODES" and ":" in text)
 
 
 def _whole_number(name: str, text: str) -> int:
@@ -352,7 +359,9 @@ def _mpi_job(environ: Environ, in_slurm: bool) -> tuple[Claim | None, dict[str, 
         if in_slurm and launcher is MPI[-1] and claim.facts.get("world_size", 1) == 1:
             # srun --mpi=pmi2 sets these for every task, also for the one of a --pty shell.
             return None, dict.fromkeys(launcher.variables, "a Slurm step of one task")
-        return _require(launcher, environ), {}
+        if not claim.complete:
+            _require(launcher, environ)
+        return claim, {}
     return None, {}
 
 
@@ -392,8 +401,8 @@ def _is_nested(inner: Claim, outer: Claim, environ: Environ) -> bool:
 
 def _check_agreement(inner: Claim, outer: Claim) -> None:
     """Raise where what both say is not the same."""
-    both = ("rank", "world_size", "local_rank")
-    if any(inner.facts.get(fact, outer.facts[fact]) != outer.facts[fact] for fact in both):
+    both = inner.facts.keys() & outer.facts.keys() & {"rank", "world_size", "local_rank"}
+    if any(inner.facts[fact] != outer.facts[fact] for fact in both):
         raise _contradiction(inner, outer)
 
 
@@ -499,8 +508,9 @@ def _complete(found: Detection) -> Detection:
     each = max(1, facts["local_world_size"])
     nodes = facts.setdefault("num_nodes", max(1, -(-size // each)))
     if "node_rank" not in facts:
-        in_turn = rank % each != facts["local_rank"] and rank // nodes == facts["local_rank"]
-        facts["node_rank"] = rank % nodes if in_turn else rank // each
+        facts["node_rank"] = min(rank // each, nodes - 1)
+        if nodes > 1:
+            found.notes.append("the ranks fill one machine after the other")
     return found
 
 

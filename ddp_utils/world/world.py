@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.world import devices
-from ddp_utils.world.launchers import detect
+from ddp_utils.world.launchers import Detection, detect
 
 __all__ = [
     "World",
@@ -78,7 +78,11 @@ def detect_world(environ: Mapping[str, str]) -> World:
     ...               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).node_rank
     1
     """
-    found = detect(environ)
+    return from_detection(detect(environ))
+
+
+def from_detection(found: Detection) -> World:
+    """Return the world that a detection found."""
     return World(
         **found.facts,
         launcher=found.launcher,

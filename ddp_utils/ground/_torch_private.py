@@ -91,7 +91,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     Only from within a backward. DDP and FSDP themselves use this; torch offers no public way.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def reducer_is_waiting(ddp: DistributedDataParallel) -> str | None:
@@ -111,7 +111,7 @@ def reducer_is_waiting(ddp: DistributedDataParallel) -> str | None:
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients DDP averages, in the order of its own numbering."""
-    parameters, _ = ddp._build_params_for_reducer()
+    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     return cast("list[nn.Parameter]", parameters)
 
 

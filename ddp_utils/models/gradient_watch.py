@@ -178,8 +178,8 @@ class GradientWatch:
         gone = [n for n in names if n in then and now.get(n) is not then[n]]
         frozen = [n for n in names if n not in gone and n in now and not now[n].requires_grad]
         why = "".join(
-            f" {_listed(which)} {what} after wrapping; call wrap_ddp after the last change."
-            for which, what in ((gone, "replaced"), (frozen, "frozen"))
+            f" {what} after wrapping: {_listed(which)}; call wrap_ddp after the last change."
+            for which, what in ((gone, "Replaced"), (frozen, "Frozen"))
             if which
         )
         return DistributedError(

@@ -6,6 +6,7 @@ What the ranks say to each other without a collective goes through :func:`shared
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -29,6 +30,7 @@ from ddp_utils.world.world import World, current_world, detect_world, get_device
 __all__ = [
     "agreed_seed",
     "init_distributed",
+    "introduce",
     "set_threads",
     "shared_store",
     "shutdown_distributed",
@@ -87,6 +89,7 @@ def init_distributed(
         dist.init_process_group(backend, **options)  # type: ignore[arg-type]
     _made_here = dist.group.WORLD
     agreed_seed()
+    introduce()
     if world.rank == 0 and world.world_size > 1 and not settings.QUIET.get():
         print(_start_line(world, backend, device), file=sys.stderr, flush=True)
     return current_world()
@@ -122,6 +125,20 @@ def shared_store() -> dist.Store:
     With it ranks can leave word for each other without a collective. Needs a process group.
     """
     return dist.PrefixStore("ddp_utils", default_store())
+
+
+def introduce() -> None:
+    """Leave word in the store of where this rank runs, for messages about it."""
+    store, key = shared_store(), f"who/{dist.get_rank()}"
+    if not store.check([key]):
+        world = current_world()
+        word = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "node_rank": world.node_rank,
+            "local_rank": world.local_rank,
+        }
+        store.set(key, json.dumps(word))
 
 
 def agreed_seed() -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "copy_all",
     "default_store",
     "fork_is_poisoned",
+    "group_timeout",
     "in_join",
     "own_buffers",
     "reduced_parameters",
@@ -167,3 +168,15 @@ def worker_info_as(info: Any) -> Iterator[None]:
         yield
     finally:
         worker._worker_info = before
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """Return the timeout of a group's collectives, in seconds.
+
+    torch tells it nowhere in public, and a barrier that waits at the store keeps to it as well.
+    """
+    for kind in group._device_types:
+        options = getattr(group._get_backend(kind), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())

@@ -121,6 +121,13 @@ OVERSUBSCRIBE: Variable[bool] = Variable(
 DEBUG: Variable[bool] = Variable(
     "DDP_UTILS_DEBUG", _flag, False, FLAG, "compare what the ranks do before each collective"
 )
+DEBUG_WAIT: Variable[float] = Variable(
+    "DDP_UTILS_DEBUG_WAIT",
+    _seconds,
+    30.0,
+    SECONDS,
+    "how long a rank may wait, under DDP_UTILS_DEBUG, before every rank's stack is printed",
+)
 QUIET: Variable[bool] = Variable(
     "DDP_UTILS_QUIET", _flag, False, FLAG, "do not print the one line at the start"
 )
@@ -136,6 +143,7 @@ VARIABLES: tuple[Variable[object], ...] = (
     TIMEOUT,
     OVERSUBSCRIBE,
     DEBUG,
+    DEBUG_WAIT,
     QUIET,
 )
 

@@ -27,10 +27,12 @@ from ddp_utils.ground.errors import RankFailedError, StartError
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.start import function, starter
 from ddp_utils.start.entry import Job
+from ddp_utils.start.machines import OtherMachines
 from ddp_utils.start.output import Outputs
 from ddp_utils.start.supervise import Supervisor
 from ddp_utils.start.transport import LARGE, check_picklable
 from ddp_utils.world import devices
+from ddp_utils.world.machines import Machines, detect_machines
 from ddp_utils.world.world import detect_world, is_distributed
 
 __all__ = ["Options", "distributed_main", "launch", "start_ranks"]
@@ -63,6 +65,7 @@ class Options:
     start_method: str = "auto"
     output: str | None = None
     log_dir: str | None = None
+    stop_signals: Sequence[int] = ()
 
 
 @overload
@@ -81,6 +84,7 @@ def distributed_main(
     start_method: str = "auto",
     output: str | None = None,
     log_dir: str | None = None,
+    stop_signals: Sequence[int] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def distributed_main(fn: Callable[P, R] | None = None, /, **options: Any) -> Any:
     """Make ``fn`` the main function of all ranks: calling it runs it on each of them.
@@ -107,6 +111,8 @@ def distributed_main(fn: Callable[P, R] | None = None, /, **options: Any) -> Any
             ``[rank 3]``), ``"rank_zero"`` (the others write to files under ``log_dir``) or
             ``"all"`` (untouched).
         log_dir: For ``output="rank_zero"``; by default a new temporary folder.
+        stop_signals: Such as ``(signal.SIGTERM,)``: they then ask all ranks to leave at the same
+            step, which :func:`stop_requested` tells. Its first call asks for the usual ones.
 
     Returns:
         A function with the signature of ``fn``. Where it starts the ranks it returns rank zero's
@@ -159,6 +165,7 @@ def launch(
     start_method: str = "auto",
     output: str | None = None,
     log_dir: str | None = None,
+    stop_signals: Sequence[int] = (),
 ) -> list[R]:
     """Call ``fn(*args, **kwargs)`` on ``nproc`` ranks and return their values, by local rank.
 
@@ -185,6 +192,7 @@ def launch(
         start_method=start_method,
         output=output,
         log_dir=log_dir,
+        stop_signals=stop_signals,
     )
     if _runs_here(chosen):
         return [_run_here(fn, tuple(args), dict(kwargs or {}), chosen)]
@@ -195,7 +203,7 @@ def _runs_here(options: Options) -> bool:
     """Whether this process is a rank already, or is to be the only one."""
     if is_distributed() or detect_world(os.environ).launcher != "none":
         return True
-    return _nproc(options) == 1 and _nodes(options) == 1
+    return _nproc(options) == 1 and _machines(options).num_nodes == 1
 
 
 def _run_here(fn: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
@@ -239,8 +247,14 @@ def _nproc(options: Options) -> int:
     return count
 
 
-def _nodes(options: Options) -> int:
-    return options.nnodes or int(os.environ.get("NNODES", 1))
+def _machines(options: Options) -> Machines:
+    return detect_machines(
+        os.environ,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+    )
 
 
 def start_ranks(
@@ -273,28 +287,34 @@ def start_ranks(
             stacklevel=3,
         )
     handle = starter.acquire(method)  # before the store, whose thread would make a fork unsafe
-    store, port = _loopback_store()
+    nproc = _nproc(options)
+    machines = _machines(options)
+    others = OtherMachines(machines, nproc) if machines.num_nodes > 1 else None
+    store, address, port = _store(machines, others)
     job = Job(
         function=reference,
         arguments=arguments,
         main=_main_to_import(reference, arguments),
         all_results=all_results,
-        first_rank=0,
-        nproc=_nproc(options),
-        world_size=_nproc(options),
-        node_rank=0,
-        num_nodes=1,
-        master_addr="127.0.0.1",
+        first_rank=machines.node_rank * nproc,
+        nproc=nproc,
+        world_size=machines.num_nodes * nproc,
+        node_rank=machines.node_rank,
+        num_nodes=machines.num_nodes,
+        master_addr=address,
         master_port=port,
         backend=options.backend,
         timeout=_seconds(options.timeout),
+        stop_signals=tuple(options.stop_signals),
         ignore_interrupts=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     )
     outputs = Outputs(output, options.log_dir or settings.LOG_DIR.get(), job.first_rank)
     try:
-        return Supervisor(handle, job, outputs, time_limit).run()
+        return Supervisor(handle, job, outputs, timeout=time_limit, machines=others).run()
     finally:
-        del store  # a traceback would keep it, and its thread, alive
+        if others is not None:
+            others.close()
+        del store, others  # a traceback would keep the store, and its thread, alive
         starter.release(handle)
 
 
@@ -314,6 +334,16 @@ def _main_to_import(reference: function.Function, arguments: bytes) -> function.
     if main is None or not main.only_runs_others:
         return main
     return main if reference.in_main or b"__main__" in arguments else None
+
+
+def _store(machines: Machines, others: OtherMachines | None) -> tuple[dist.Store, str, int]:
+    """Return the store where the ranks meet, and its address and port."""
+    if others is None:
+        store, port = _loopback_store()
+        return store, "127.0.0.1", port
+    assert machines.master_addr is not None
+    assert machines.master_port is not None
+    return others.store, machines.master_addr, machines.master_port
 
 
 def _loopback_store() -> tuple[dist.Store, int]:

@@ -25,7 +25,15 @@ from ddp_utils.ground.errors import DistributedError, RendezvousError
 from ddp_utils.world.addresses import is_loopback
 from ddp_utils.world.world import World
 
-__all__ = ["Meeting", "host_store", "join_store", "meet", "roll_call"]
+__all__ = [
+    "Meeting",
+    "host_store",
+    "join_store",
+    "listen",
+    "meet",
+    "notice_a_lost_machine",
+    "roll_call",
+]
 
 PATIENCE = timedelta(minutes=10)
 """How long ranks wait for each other before the group exists, where no timeout was given."""
@@ -116,7 +124,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
         RendezvousError: the port is taken.
     """
     try:
-        listener = _listener(host, port)
+        listener = listen(host, port)
     except OSError as error:
         raise RendezvousError(
             f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}: {error.strerror}. "
@@ -133,7 +141,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
     )
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on loopback if ``host`` is that, else on all interfaces."""
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -415,7 +423,7 @@ def _stay_until_all_have_left(store: dist.Store, world: World) -> None:
     and rank zero, at its own end, waits for the last to close. It does not wait if it fails.
     """
     assert world.master_addr is not None
-    listener = _listener(world.master_addr, 0)
+    listener = listen(world.master_addr, 0)
     dist.PrefixStore("ddp_utils_presence", store).set("port", str(listener.getsockname()[1]))
     atexit.register(_wait_for_the_last, listener, os.getpid())
 
@@ -436,14 +444,14 @@ def _wait_for_the_last(listener: socket.socket, owner: int) -> None:
     with contextlib.suppress(OSError):
         while True:
             present.append(listener.accept()[0])
-            _notice_a_lost_machine(present[-1])
+            notice_a_lost_machine(present[-1])
     for each in present:
         with contextlib.suppress(OSError):
             each.recv(1)  # nothing ever comes: it returns at the other's end
     listener.close()
 
 
-def _notice_a_lost_machine(connection: socket.socket) -> None:
+def notice_a_lost_machine(connection: socket.socket) -> None:
     """Let the kernel end a connection within half a minute after its machine was lost."""
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

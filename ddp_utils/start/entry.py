@@ -24,6 +24,7 @@ from typing import Any
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import RankEnd, StartError
+from ddp_utils.models import stop_signals
 from ddp_utils.start import verdict
 from ddp_utils.start.function import Function, Main, import_main
 from ddp_utils.start.transport import dumps, frame, loads
@@ -54,6 +55,7 @@ class Job:
     master_port: int
     backend: str | None
     timeout: float | None
+    stop_signals: tuple[int, ...]
     ignore_interrupts: bool
     started: float = field(default_factory=time.monotonic)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -212,11 +214,16 @@ def _call(
     from ddp_utils import process_group
 
     process_group.init_distributed(job.backend, timeout=job.timeout)
+    stop_signals.when_armed(lambda numbers: report.tell("armed", numbers))
+    if job.stop_signals:
+        stop_signals.arm(job.stop_signals)
     store = process_group.shared_store()
     how = "exited"
     try:
         args, kwargs = arguments
         value = function(*args, **kwargs)
+        if stop_signals.first_signal() is not None:
+            report.tell("stopped", None)
         payload = _pack(value, report.rank) if job.all_results or report.rank == 0 else b""
         report.returned(payload)
         how = "returned"
@@ -247,7 +254,7 @@ class _Report:
         self._started = started
 
     def returned(self, payload: bytes) -> None:
-        self._send(RankEnd(self.rank, "returned", self._now(), exit_code=0), payload)
+        self.tell(RankEnd(self.rank, "returned", self._now(), exit_code=0), payload)
 
     def exited(self, error: SystemExit) -> int:
         code = error.code
@@ -255,7 +262,7 @@ class _Report:
             print(code, file=sys.stderr)
         number = code if isinstance(code, int) else int(code is not None)
         text = "" if number == 0 else verdict.user_traceback(error)
-        self._send(RankEnd(self.rank, "exited", self._now(), exit_code=number, traceback=text), b"")
+        self.tell(RankEnd(self.rank, "exited", self._now(), exit_code=number, traceback=text), b"")
         return number
 
     def raised(self, error: BaseException) -> int:
@@ -270,15 +277,15 @@ class _Report:
             traceback="" if short else verdict.user_traceback(error),
             lost_peer=verdict.comes_from_a_lost_peer(error),
         )
-        self._send(end, _pickled_exception(error))
+        self.tell(end, _pickled_exception(error))
         return code
 
     def _now(self) -> float:
         return time.monotonic() - self._started
 
-    def _send(self, end: RankEnd, payload: bytes) -> None:
+    def tell(self, what: RankEnd | str, detail: object) -> None:
         try:
-            self._channel.sendall(frame(dumps((end, payload))))
+            self._channel.sendall(frame(dumps((what, detail))))
         except OSError:
             pass  # the parent has gone, and this process is about to go with it
 

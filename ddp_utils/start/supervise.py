@@ -11,17 +11,17 @@ import selectors
 import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NoReturn
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import RankEnd, RankFailedError, StartError
 from ddp_utils.start import server, verdict
-from ddp_utils.start.entry import STACKS_SIGNAL, Job
+from ddp_utils.start.caught_signals import catching_signals
+from ddp_utils.start.entry import REPEAT, STACKS_SIGNAL, Job
+from ddp_utils.start.machines import OtherMachines
 from ddp_utils.start.output import LineForwarder, Outputs
 from ddp_utils.start.starter import ServerHandle
 from ddp_utils.start.transport import FrameReader, dumps, loads
@@ -29,7 +29,13 @@ from ddp_utils.start.transport import FrameReader, dumps, loads
 __all__ = ["Supervisor"]
 
 PATIENCE = 1.0
-"""How long a lost peer waits for the report of the rank that it lost."""
+"""How long a lost peer waits for the report of the rank that it lost, in seconds."""
+
+FAR_PATIENCE = 5.0
+"""The same where the other rank may be on another machine."""
+
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a job that was asked to stop and did: what schedulers expect."""
 
 
 @dataclass
@@ -47,6 +53,10 @@ class _Rank:
     end: RankEnd | None = None
     """Set once the process is gone."""
     told_to_end: bool = False
+    armed: tuple[int, ...] = ()
+    """Signals that do not end the rank but ask it to save and leave."""
+    stopped: bool = False
+    """Whether it has left because of such a signal."""
 
     def listen(self) -> bool:
         """Take in what has come over the channel; False where nothing more will come."""
@@ -55,7 +65,13 @@ class _Rank:
         except (BlockingIOError, ConnectionResetError):
             return False
         for payload in self.reader.feed(data):
-            self.reported, self.payload = loads(payload)
+            what, detail = loads(payload)
+            if what == "armed":
+                self.armed = detail
+            elif what == "stopped":
+                self.stopped = True
+            else:
+                self.reported, self.payload = what, detail
         return data != b""
 
 
@@ -63,17 +79,26 @@ class Supervisor:
     """Runs one job on one server."""
 
     def __init__(
-        self, handle: ServerHandle, job: Job, outputs: Outputs, timeout: float | None = None
+        self,
+        handle: ServerHandle,
+        job: Job,
+        outputs: Outputs,
+        *,
+        timeout: float | None = None,
+        machines: OtherMachines | None = None,
     ) -> None:
         self._server = handle
         self._job = job
         self._outputs = outputs
         self._timeout = timeout
+        self._machines = machines
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         self._replies = FrameReader()
         self._swept = False
         self._signal: int | None = None
+        self._signalled_at = 0.0
+        self._ending = False
         self._deadline: float | None = None
         self._stacks = ""
 
@@ -86,14 +111,15 @@ class Supervisor:
         """
         with ExitStack() as stack:
             stack.callback(self._close)
-            signals = stack.enter_context(_caught_signals())
-            self._selector.register(
-                signals, selectors.EVENT_READ, lambda: self._on_signals(os.read(signals, 64))
-            )
+            self._caught = stack.enter_context(catching_signals())
+            self._selector.register(self._caught.descriptor, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._server.control, selectors.EVENT_READ, self._on_server)
+            if self._machines is not None:
+                self._machines.watch(self._selector)
             self._start()
             self._wait()
             self._sweep()
+            self._agree_on_the_end()
         return self._conclude()
 
     def _start(self) -> None:
@@ -145,15 +171,18 @@ class Supervisor:
         elif limit is not None and now >= limit and not self._stacks:
             self._stacks = self._collect_stacks()
             self._signal_all(signal.SIGKILL)
-        elif self._is_over(now) and not any(rank.told_to_end for rank in self._ranks):
+        elif not self._ending and self._is_over(now):
             self._end_all(signal.SIGTERM)
 
     def _is_over(self, now: float) -> bool:
+        if self._machines is not None and self._machines.trouble is not None:
+            return True
         ends = [end for rank in self._ranks if (end := rank.end or rank.reported) is not None]
         if any(verdict.is_failure(end) and not end.lost_peer for end in ends):
             return True
         lost = self._waiting_for_cause()
-        return lost is not None and now - self._job.started - lost.time > PATIENCE
+        patience = PATIENCE if self._machines is None else FAR_PATIENCE
+        return lost is not None and now - self._job.started - lost.time > patience
 
     def _waiting_for_cause(self) -> RankEnd | None:
         """Return the first report of a lost peer: the rank that it lost may still be reporting."""
@@ -162,6 +191,7 @@ class Supervisor:
 
     def _end_all(self, number: int) -> None:
         """Ask the ranks to end, and give them the grace to do so."""
+        self._ending = True
         self._signal_all(number)
         self._deadline = time.monotonic() + settings.GRACE.get(self._job.environ)
 
@@ -169,16 +199,39 @@ class Supervisor:
         for rank in self._ranks:
             if rank.end is None and (rank.reported is None or number == signal.SIGKILL):
                 rank.told_to_end = True
-                server.send(self._server.control, ("signal", rank.local_rank, number), [])
+                # For an armed rank its SIGTERM is a request to save, which this is not.
+                given = signal.SIGINT if number in rank.armed else number
+                self._send_signal(rank, given)
 
-    def _on_signals(self, numbers: bytes) -> None:
-        """Pass a first signal on; a second one ends everything at once."""
-        for number in numbers:
-            if self._signal is None:
-                self._signal = number
-                self._end_all(number)
-            else:
+    def _send_signal(self, rank: _Rank, number: int) -> None:
+        server.send(self._server.control, ("signal", rank.local_rank, number), [])
+
+    def _on_signals(self) -> None:
+        for number in self._caught.read():
+            now = time.monotonic()
+            if self._signal is not None and now - self._signalled_at < REPEAT and self._stops():
+                continue  # a scheduler signals the whole group: one request
+            again = self._signal is not None
+            self._signal, self._signalled_at = number, now
+            if again:
+                self._ending = True
                 self._signal_all(signal.SIGKILL)
+            elif self._stops():
+                self._ask_to_stop(number)
+            else:
+                self._end_all(number)
+
+    def _stops(self) -> bool:
+        """Whether the signal that came asks the ranks to save and leave, since they are armed."""
+        return any(self._signal in rank.armed for rank in self._ranks)
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Pass a stop request on; the ranks may take their time."""
+        for rank in self._ranks:
+            if rank.end is None:
+                self._send_signal(rank, number)
+        grace = settings.STOP_GRACE.get(self._job.environ)
+        self._deadline = None if grace is None else time.monotonic() + grace
 
     def _on_server(self) -> None:
         try:
@@ -206,6 +259,8 @@ class Supervisor:
     def _on_report(self, rank: _Rank) -> None:
         if rank.end is None and not rank.listen():
             self._selector.unregister(rank.channel)
+        for number in rank.armed:
+            self._caught.catch(number)
 
     def _on_output(self, rank: _Rank, forwarder: LineForwarder) -> None:
         if rank.end is None and not forwarder.read():
@@ -242,12 +297,28 @@ class Supervisor:
     def _sweep(self) -> None:
         """Let the server clear away what the ranks have left behind."""
         grace = settings.GRACE.get(self._job.environ)
-        failed = self._root() is not None or self._signal is not None
+        failed = self._root() is not None or self._ending
         if self._swept:
             return
         server.send(self._server.control, ("sweep", 0.0 if failed else grace, grace), [])
         while not self._swept:
             self._turn(None)
+
+    def _agree_on_the_end(self) -> None:
+        """Tell the other machines how it ended here, and wait until all have ended well."""
+        if self._machines is None:
+            return
+        root = self._root()
+        if root is not None:
+            ends = [rank.end for rank in self._ranks if rank.end is not None]
+            self._machines.fail(f"on machine {self._job.node_rank}, {verdict.tell(root, ends)}")
+        elif self._signal is not None:
+            name = verdict.signal_name(self._signal)
+            self._machines.fail(f"machine {self._job.node_rank} was ended by {name}")
+        else:
+            self._machines.finish()
+            while not self._machines.all_done and self._machines.trouble is None:
+                self._turn(None)
 
     def _close(self) -> None:
         """Close everything; on the way out of an exception the ranks go with the server."""
@@ -282,14 +353,16 @@ class Supervisor:
 
     def _conclude(self) -> list[Any]:
         """Return the values, or raise what the job's end amounts to."""
-        if self._signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._signal is not None:
-            self._server.close()
-            os.kill(os.getpid(), self._signal)  # end as if it had not been caught
-            raise SystemExit(128 + self._signal)
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         root = self._root()
+        if self._signal is not None and (self._ending or root is None):
+            self._end_by_signal(self._signal)
+        if root is None and any(rank.stopped for rank in self._ranks):
+            raise SystemExit(STOPPED)
+        elsewhere = None if self._machines is None else self._machines.trouble
+        if elsewhere is not None and (root is None or root.lost_peer):
+            rank = 0 if root is None else root.rank
+            raise RankFailedError(elsewhere, rank=rank, failures=ends)
         if root is None:
             return [None if not rank.payload else loads(rank.payload) for rank in self._ranks]
         if self._stacks:
@@ -302,30 +375,16 @@ class Supervisor:
         message = verdict.tell(root, ends)
         raise RankFailedError(message, rank=root.rank, cause=cause, failures=ends) from cause
 
+    def _end_by_signal(self, number: int) -> NoReturn:
+        """End this process as the signal would have, had it not been caught."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self._ending:
+            raise SystemExit(STOPPED)
+        self._server.close()
+        os.kill(os.getpid(), number)
+        raise SystemExit(128 + number)
+
 
 def _size(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
-
-
-@contextmanager
-def _caught_signals() -> Iterator[int]:
-    """Yield a descriptor from which the numbers of SIGINT and SIGTERM can be read as they come.
-
-    On the main thread only; what is ignored stays ignored.
-    """
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for caught in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(caught) is not signal.SIG_IGN:
-                before[caught] = signal.signal(
-                    caught, lambda number, stack: os.write(write, bytes([number])) and None
-                )
-    try:
-        yield read
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(read)
-        os.close(write)

@@ -1,7 +1,7 @@
 """Which signal has asked this process to stop?
 
-Signals are seen by a thread of their own, through the descriptor that Python's handler writes
-to: so they count at once, also while the main thread waits in a collective that never ends.
+Signals are counted by a thread of their own, which reads what Python writes to a descriptor as
+they come: a second one ends this process also while the main thread waits in C for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from ddp_utils.ground import loader_workers
 
 __all__ = ["STOP_SIGNALS", "arm", "armed", "disarm", "first_signal", "when_armed"]
 
@@ -33,52 +35,38 @@ class _Watch:
 
     def __init__(self) -> None:
         self.before: dict[int, Any] = {}
-        self.first: int | None = None
-        self._came_at = 0.0
+        self.came: int | None = None
+        self._since: float | None = None
+        self._passes_on = False
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        threading.Thread(target=self._count, name="ddp_utils signals", daemon=True).start()
 
     def catch(self, numbers: Iterable[int]) -> None:
-        """Catch these signals as well. On the main thread only."""
-        if not self.before:
-            threading.Thread(target=self._listen, name="ddp_utils signals", daemon=True).start()
+        """Catch these signals as well. On the main thread only, like the other two."""
         other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        taken = other not in (-1, self._write)
-        if taken:  # an event loop listens there, and Python's handlers have to do
+        self._passes_on = other not in (-1, self._write)
+        if self._passes_on:  # an event loop listens there; then Python's handler has to do
             signal.set_wakeup_fd(other)
         for number in numbers:
-            before = signal.signal(number, self._tell if taken else _only_wake)
-            self.before.setdefault(number, before)
+            self.before[number] = signal.signal(number, self._on_signal)
 
     def release(self) -> None:
-        """Put back what handled the signals before. On the main thread only."""
+        """Put back what handled the signals before."""
         for number, handler in self.before.items():
-            if signal.getsignal(number) in (self._tell, _only_wake):
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         other = signal.set_wakeup_fd(-1)
         if other != self._write:
             signal.set_wakeup_fd(other)
-        os.close(self._write)  # ends the thread
+        os.close(self._write)  # the thread reads its end
 
-    def abandon(self) -> None:
-        """In a fork of this process: it was not asked to stop, and must not answer for it.
+    def _on_signal(self, number: int, stack: object) -> None:
+        self.came = number
+        if self._passes_on:
+            os.write(self._write, bytes([number]))
 
-        Its termination is as it was, so that whoever started it can end it. The other signals
-        are let pass: a scheduler sends them to loader workers too, which would die of them.
-        """
-        other = signal.set_wakeup_fd(-1)
-        if other != self._write:
-            signal.set_wakeup_fd(other)
-        os.close(self._read)
-        os.close(self._write)
-        for number, handler in self.before.items():
-            ends = number in (signal.SIGTERM, signal.SIGINT)
-            signal.signal(number, (handler or signal.SIG_DFL) if ends else _only_wake)
-
-    def _tell(self, number: int, stack: object) -> None:
-        os.write(self._write, bytes([number]))
-
-    def _listen(self) -> None:
+    def _count(self) -> None:
         while numbers := os.read(self._read, 64):
             for number in numbers:
                 if number in self.before:
@@ -87,9 +75,10 @@ class _Watch:
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
-        if self.first is None:
-            self.first, self._came_at = number, now
-        elif now - self._came_at > REPEAT:
+        self.came = self.came or number
+        if self._since is None:
+            self._since = now
+        elif now - self._since > REPEAT:
             _end_by(number)
 
 
@@ -105,7 +94,7 @@ def arm(signals: Iterable[int] = STOP_SIGNALS) -> None:
     thread, where Python allows no handlers, nothing is caught; that is logged once.
     """
     global _watch, _warned, _prepared
-    wanted = [number for number in signals if _watch is None or number not in _watch.before]
+    wanted = [number for number in signals if number not in armed()]
     if not wanted:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -115,12 +104,13 @@ def arm(signals: Iterable[int] = STOP_SIGNALS) -> None:
         return
     if not _prepared:
         _prepared = True
-        os.register_at_fork(after_in_child=_in_fork)
-    if _watch is None:
-        _watch = _Watch()
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork
+        )
+    _watch = _watch or _Watch()
     _watch.catch(wanted)
     for callback in _callbacks:
-        callback(tuple(_watch.before))
+        callback(armed())
 
 
 def disarm() -> None:
@@ -132,13 +122,13 @@ def disarm() -> None:
 
 
 def armed() -> tuple[int, ...]:
-    """Return the signals that ask this process for a stop; none of them ends it."""
+    """Return the signals that ask this process for a stop instead of ending it."""
     return () if _watch is None else tuple(_watch.before)
 
 
 def first_signal() -> int | None:
-    """Return the number of the signal that has asked this process to stop, if one has."""
-    return None if _watch is None else _watch.first
+    """Return the number of a signal that has asked this process to stop, if one has."""
+    return None if _watch is None else _watch.came
 
 
 def when_armed(callback: Callable[[tuple[int, ...]], None]) -> None:
@@ -148,22 +138,36 @@ def when_armed(callback: Callable[[tuple[int, ...]], None]) -> None:
         callback(armed())
 
 
-def _only_wake(number: int, stack: object) -> None:
-    """Do nothing: what counts is the byte that Python has written before it calls this."""
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold signals back until the fork has its own handlers: else one to it would count here."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, armed())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _in_fork() -> None:
+    """In a fork of this process: it was not asked to stop, and must not answer for it."""
     global _watch
     _callbacks.clear()
     if _watch is not None:
-        _watch.abandon()
+        _watch.release()
+        os.close(_watch._read)
         _watch = None
+        if loader_workers.is_being_forked():
+            loader_workers.obey_parent_only()
+            _forking.mask |= {signal.SIGTERM}
+    _after_fork()
 
 
 def _end_by(number: int) -> None:
     """End this process as if the signal had not been caught, whatever its main thread does.
 
-    ``signal.signal`` is for the main thread, which may be waiting for ever in C.
+    ``signal.signal`` is for the main thread, which may be waiting in C.
     """
     ctypes.CDLL(None).signal(number, None)
     os.kill(os.getpid(), number)

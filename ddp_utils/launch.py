@@ -203,7 +203,8 @@ def _runs_here(options: Options) -> bool:
     """Whether this process is a rank already, or is to be the only one."""
     if is_distributed() or detect_world(os.environ).launcher != "none":
         return True
-    return _nproc(options) == 1 and _machines(options).num_nodes == 1
+    alone = _nproc(options) == 1 and _machines(options).num_nodes == 1
+    return alone and options.devices is None
 
 
 def _run_here(fn: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
@@ -230,9 +231,11 @@ def _is_being_imported() -> bool:
 
 def _nproc(options: Options) -> int:
     nproc = options.nproc
+    if options.devices is not None:
+        if nproc not in ("auto", len(options.devices)):
+            raise ValueError(f"nproc={nproc!r} and {len(options.devices)} devices: leave nproc out")
+        return len(options.devices)
     if nproc == "auto":
-        if options.devices is not None:
-            return len(options.devices)
         kind = devices.accelerator_type()
         return settings.NPROC.get() or devices.visible_devices(kind) or 1
     try:
@@ -306,6 +309,7 @@ def start_ranks(
         backend=options.backend,
         timeout=_seconds(options.timeout),
         stop_signals=tuple(options.stop_signals),
+        environ=_environ(options),
         ignore_interrupts=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     )
     outputs = Outputs(output, options.log_dir or settings.LOG_DIR.get(), job.first_rank)
@@ -316,6 +320,14 @@ def start_ranks(
             others.close()
         del store, others  # a traceback would keep the store, and its thread, alive
         starter.release(handle)
+
+
+def _environ(options: Options) -> dict[str, str]:
+    environ = dict(os.environ)
+    if options.devices is not None:
+        kind = devices.accelerator_type()
+        environ |= devices.show_only(options.devices, kind, environ)
+    return environ
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -310,8 +310,7 @@ class Supervisor:
             return
         root = self._root()
         if root is not None:
-            ends = [rank.end for rank in self._ranks if rank.end is not None]
-            self._machines.fail(f"on machine {self._job.node_rank}, {verdict.tell(root, ends)}")
+            self._machines.fail(f"on machine {self._job.node_rank}, {self._report(root)}")
         elif self._signal is not None:
             name = verdict.signal_name(self._signal)
             self._machines.fail(f"machine {self._job.node_rank} was ended by {name}")
@@ -319,6 +318,10 @@ class Supervisor:
             self._machines.finish()
             while not self._machines.all_done and self._machines.trouble is None:
                 self._turn(None)
+
+    def _report(self, root: RankEnd) -> str:
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        return verdict.tell(root, ends, self._job.world_size)
 
     def _close(self) -> None:
         """Close everything; on the way out of an exception the ranks go with the server."""
@@ -372,7 +375,7 @@ class Supervisor:
         cause = loads(failed.payload) if failed.payload and root.kind == "raised" else None
         if isinstance(cause, StartError):
             raise cause  # the same on every rank, and not of its making
-        message = verdict.tell(root, ends)
+        message = self._report(root)
         raise RankFailedError(message, rank=root.rank, cause=cause, failures=ends) from cause
 
     def _end_by_signal(self, number: int) -> NoReturn:

@@ -92,10 +92,10 @@ def is_clean_exit(end: RankEnd) -> bool:
     return end.kind == "exited" and end.exit_code == 0
 
 
-def tell(root: RankEnd, ends: Sequence[RankEnd]) -> str:
+def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int) -> str:
     """Return the report of a failed job; it ends with the traceback of the root cause."""
     others = [end for end in ends if end.rank != root.rank]
-    lines = [f"rank {root.rank} of {len(ends)} {describe(root)}"]
+    lines = [f"rank {root.rank} of {world_size} {describe(root)}"]
     if root.kind == "returned" or is_clean_exit(root):
         lines[0] += " while other ranks still waited for it"
     lines += [f"  {text}" for text in _folded(others)]

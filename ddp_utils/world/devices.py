@@ -5,7 +5,7 @@ One pure decision, :func:`choose_device`, over facts that the other functions he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ __all__ = [
     "choose_device",
     "has_devices_of_its_own",
     "identity",
+    "show_only",
     "visible_devices",
 ]
 
@@ -89,6 +90,33 @@ def identity(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def show_only(
+    chosen: Sequence[int], device_type: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that make only the visible devices of these numbers visible.
+
+    The numbers count within what is visible now, as everywhere in torch.
+
+    >>> show_only([1, 3], "cuda", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    {'CUDA_VISIBLE_DEVICES': '5,7'}
+    """
+    if device_type != "cuda":
+        raise ValueError(
+            f"devices={list(chosen)}: choosing devices works for CUDA, and here is {device_type}; "
+            "leave devices out, and set nproc"
+        )
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    known = [name.strip() for name in visible] if visible != [""] else None
+    wrong = [i for i in chosen if i < 0 or (known is not None and i >= len(known))]
+    if wrong or len(set(chosen)) < len(chosen) or not chosen:
+        raise ValueError(
+            f"devices={list(chosen)}: give each rank its own index within the visible devices"
+            + (f", which are CUDA_VISIBLE_DEVICES={','.join(known)}" if known else "")
+        )
+    names = [str(i) if known is None else known[i] for i in chosen]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def accelerator_type() -> str:

@@ -27,7 +27,8 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # set by pytest and by torch
+    return {name: value for name, value in os.environ.items() if name not in others}
 
 
 def _files() -> set[str]:

@@ -30,8 +30,8 @@ __all__ = ["check_readable", "has_state", "to_plain"]
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 NUMBERS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (dict, OrderedDict, list, tuple)
-READABLE = {*NUMBERS, *CONTAINERS, type(None), torch.Tensor, nn.Parameter}
-"""The classes that need no question to torch."""
+READABLE = {*NUMBERS, *CONTAINERS, type(None), torch.Tensor, nn.Parameter} - {bytes}
+"""The classes that need no question to torch: whatever their value, it reads it."""
 
 
 def to_plain(value: Any) -> Any:

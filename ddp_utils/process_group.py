@@ -29,11 +29,13 @@ from ddp_utils.world.world import World, current_world, detect_world, get_device
 
 __all__ = [
     "agreed_seed",
+    "find_rank",
     "init_distributed",
     "introduce",
     "set_threads",
     "shared_store",
     "shutdown_distributed",
+    "whereabouts",
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -139,6 +141,26 @@ def introduce() -> None:
             "local_rank": world.local_rank,
         }
         store.set(key, json.dumps(word))
+
+
+def whereabouts(rank: int) -> str:
+    """Say on which host and as which process a rank runs, if it has left word."""
+    store = shared_store()
+    if not store.check([f"who/{rank}"]):
+        return f"rank {rank}: has not left word of where it runs"
+    who = json.loads(store.get(f"who/{rank}"))
+    return f"rank {rank}: host {who['host']}, pid {who['pid']}"
+
+
+def find_rank(node_rank: int, local_rank: int) -> int | None:
+    """Return the rank that has left word to be there, or None if none has."""
+    store = shared_store()
+    for rank in range(dist.get_world_size()):
+        if store.check([f"who/{rank}"]):
+            who = json.loads(store.get(f"who/{rank}"))
+            if (who["node_rank"], who["local_rank"]) == (node_rank, local_rank):
+                return rank
+    return None
 
 
 def agreed_seed() -> int:

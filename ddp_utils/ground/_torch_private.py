@@ -170,11 +170,13 @@ def worker_info_as(info: Any) -> Iterator[None]:
         worker._worker_info = before
 
 
-def group_timeout(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a group's collectives, in seconds.
+def group_timeout(group: dist.ProcessGroup | None) -> float:
+    """Return the timeout of a group's collectives, in seconds; None stands for the default group.
 
     torch tells it nowhere in public, and a barrier that waits at the store keeps to it as well.
     """
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
     for kind in group._device_types:
         options = getattr(group._get_backend(kind), "options", None)
         if options is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["Agree", "Came", "all_equal", "difference", "digest_of", "named_ranks"]
+__all__ = ["Agree", "Came", "all_equal", "difference", "digest_of", "named_ranks", "told_by_rank"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def difference(came: Sequence[Came], ranks: Sequence[int], agree: Agree = all_eq
       rank 1: barrier at train.py:9
     """
     if len({each.operation for each in came}) > 1:
-        return "the ranks came to different collectives:\n" + _by_rank(
+        return "the ranks came to different collectives:\n" + told_by_rank(
             [f"{each.operation} at {each.site}" for each in came], ranks
         )
     for path in dict.fromkeys(path for each in came for path in each.terms):
@@ -64,11 +64,11 @@ def difference(came: Sequence[Came], ranks: Sequence[int], agree: Agree = all_eq
                 for what, each in zip(brought, came, strict=True)
             ]
             where = f"at {path}" if path else "in what they brought"
-            return f"{came[0].operation}: the ranks differ {where}:\n{_by_rank(told, ranks)}"
+            return f"{came[0].operation}: the ranks differ {where}:\n{told_by_rank(told, ranks)}"
     return None
 
 
-def _by_rank(texts: Sequence[str], ranks: Sequence[int]) -> str:
+def told_by_rank(texts: Sequence[str], ranks: Sequence[int]) -> str:
     """Return one line for all ranks that say the same."""
     saying: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):

@@ -10,10 +10,14 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from ddp_utils.ground import settings
+from ddp_utils.ground._torch_private import group_timeout
+from ddp_utils.talk import debug
 from ddp_utils.talk.agreement import digest_of
 from ddp_utils.talk.exchange import Call, Note
 from ddp_utils.talk.gathering import broadcast_value, gather_rows, gather_values
 from ddp_utils.talk.reducing import reduce_tree
+from ddp_utils.talk.waiting import Meeting
 
 T = TypeVar("T")
 
@@ -41,7 +45,13 @@ def all_reduce_max(value: T, *, group: dist.ProcessGroup | None = None) -> T:
 
 
 def barrier(timeout: float | None = None, *, group: dist.ProcessGroup | None = None) -> None:
-    Call.of("barrier", group).exchange(Note(digest_of("barrier")))
+    call = Call.of("barrier", group)
+    if call.circle.size == 1:
+        return
+    limit = group_timeout(group) if timeout is None else timeout
+    if settings.DEBUG.get():
+        debug.compare(call.circle, "barrier", limit)
+    Meeting(call.circle, "barrier", "barrier").wait_for_all(limit)
 
 
 def all_gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -126,7 +126,7 @@ class Call:
             row[0, : len(payload)] = np.frombuffer(payload, np.uint8)
             return Answers([note], row)
         if settings.DEBUG.get():
-            debug.compare(self.circle, Came(self.operation, call_site(), terms()), agree)
+            debug.compare(self.circle, self.operation)
         answers = _first_message(self.circle, note, payload)
         if any(other.failed for other in answers.notes):
             raise RanksDisagreeError(self._who_failed(answers))

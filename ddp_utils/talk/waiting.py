@@ -1,0 +1,162 @@
+"""How do ranks wait for each other's word without a collective, and never for nothing?
+
+Words lie in the store that all ranks share. Waiting has no limit of its own where the awaited
+rank may work for an hour; it ends at once when that rank has left the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from ddp_utils.callsite import call_site
+from ddp_utils.ground import settings
+from ddp_utils.ground.errors import AbsentRanksError
+from ddp_utils.process_group import introduce, shared_store, whereabouts
+from ddp_utils.talk import stacks
+from ddp_utils.talk.agreement import named_ranks
+from ddp_utils.talk.circle import Circle
+from ddp_utils.world.world import get_rank, get_world_size
+
+__all__ = ["Meeting", "wait_for_word"]
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0002, 0.5
+"""Seconds between two looks into the store, the longer the longer it has been."""
+LOOKS = 5000
+"""How often in a second all ranks together may ask for ranks that have left."""
+
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_behind: defaultdict[str, list[dist.Store]] = defaultdict(list)
+"""Meetings, by name, of which not all ranks may have left yet."""
+
+
+def wait_for_word(
+    store: dist.Store,
+    key: str,
+    operation: str,
+    awaited: Callable[[], Sequence[int]],
+    timeout: float | None = None,
+) -> str | None:
+    """Return the word under ``key`` as soon as it is there; None when the time is over.
+
+    Args:
+        store: Where the word will be.
+        key: Its key.
+        operation: What is waiting, for the error.
+        awaited: Returns the global ranks whose coming is still awaited.
+        timeout: In seconds; no limit by default.
+
+    Raises:
+        AbsentRanksError: An awaited rank has left the job, and will not come.
+    """
+    started = time.monotonic()
+    next_look = 0.1
+    while not store.check([key]):
+        waited = time.monotonic() - started
+        if timeout is not None and waited >= timeout:
+            return None
+        if waited > next_look:
+            ranks = awaited()
+            _raise_if_left(ranks, operation, lambda: store.check([key]))
+            next_look = waited + max(0.1, waited / 20, len(ranks) * get_world_size() / LOOKS)
+        pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, waited / 50))
+        time.sleep(pause if timeout is None else min(pause, timeout - waited))
+    return store.get(key).decode()
+
+
+def _raise_if_left(ranks: Sequence[int], operation: str, came: Callable[[], bool]) -> None:
+    shared = shared_store()
+    left = [rank for rank in ranks if shared.check([f"left/{rank}"])]
+    if left and not came():  # the word may have come between the two looks
+        how = shared.get(f"left/{left[0]}").decode()
+        raise AbsentRanksError(
+            f"{named_ranks(left)} {'have' if len(left) > 1 else 'has'} {how} without coming to "
+            f"{operation}, where rank {get_rank()} waits ({call_site()}). Every rank must "
+            "come to it."
+        )
+
+
+class Meeting:
+    """One time that all ranks of a circle come to the same point: the n-th, for each of them.
+
+    To make one is to arrive, with a word for the others. Nothing is waited for until asked.
+    """
+
+    def __init__(self, circle: Circle, topic: str, operation: str, word: str = "") -> None:
+        introduce()
+        self._circle = circle
+        self._operation = operation
+        self._name = f"{topic}/{circle.name}"
+        number = next(_numbers[self._name])
+        self._store = dist.PrefixStore(f"{self._name}/{number}", shared_store())
+        self._behind = _behind[self._name]
+        self._behind.append(self._store)
+        self._store.set(str(circle.place), word)
+        self._last_come = self._store.add("count", 1) == circle.size
+
+    def wait_for_all(self, timeout: float | None) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            AbsentRanksError: Ranks have not come in ``timeout`` seconds, or have left the job.
+                The same text on all ranks, also on those that come later.
+        """
+        verdict: str | None = None
+        if self._last_come:
+            verdict = self._decide("all")
+        else:
+            try:
+                verdict = self._wait("verdict", self._absent, timeout)
+            except AbsentRanksError as error:
+                verdict = self._decide(str(error))
+        if verdict is None:
+            assert timeout is not None
+            verdict = self._decide(self._absence(timeout))
+        if verdict != "all":
+            raise AbsentRanksError(verdict)
+        while len(self._behind) > 1:  # all have left those, to be here
+            self._clear(self._behind.pop(0))
+
+    def hear(self, place: int) -> str:
+        """Wait for the word of the rank at a place, and return it."""
+        rank = self._circle.ranks[place]
+        word = self._wait(str(place), lambda: [rank], None)
+        assert word is not None
+        return word
+
+    def _wait(
+        self, key: str, awaited: Callable[[], Sequence[int]], timeout: float | None
+    ) -> str | None:
+        return wait_for_word(self._store, key, self._operation, awaited, timeout)
+
+    def _decide(self, verdict: str) -> str:
+        """Return the verdict of the rank that was the first to have one."""
+        return self._store.compare_set("verdict", "", verdict).decode()
+
+    def _absent(self) -> list[int]:
+        ranks = enumerate(self._circle.ranks)
+        return [rank for place, rank in ranks if not self._store.check([str(place)])]
+
+    def _absence(self, timeout: float) -> str:
+        absent = self._absent()
+        here = named_ranks(rank for rank in self._circle.ranks if rank not in absent)
+        lines = [
+            f"{named_ranks(absent)} did not come to {self._operation} within {timeout:g} s; "
+            f"{here} did ({call_site()})."
+        ]
+        places = stacks.where_are(absent) if settings.DEBUG.get() else [""] * len(absent)
+        for rank, place in zip(absent, places, strict=True):
+            lines.append(f"  {whereabouts(rank)}{place and ', '}{place}")
+        return "\n".join(lines)
+
+    def _clear(self, store: dist.Store) -> None:
+        """Remove what this rank wrote at a meeting that all ranks have left behind them."""
+        keys = [str(self._circle.place)]
+        if self._circle.place == 0:
+            keys += ["count", "verdict"]
+        for key in keys:
+            store.delete_key(key)

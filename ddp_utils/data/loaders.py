@@ -95,9 +95,8 @@ def make_loader(
             that exclude each other.
 
     Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> loader = make_loader(TensorDataset(torch.arange(10)), global_batch_size=4, shuffle=True)
-        >>> [len(batch) for (batch,) in loader]
+        >>> loader = make_loader(range(10), global_batch_size=4, shuffle=True)
+        >>> [len(batch) for batch in loader]
         [4, 4, 2]
     """
     _refuse_contradictions(batch_size, global_batch_size, shuffle, sampler, batch_sampler)

@@ -88,9 +88,9 @@ class DistributedLoader(DataLoader[Any]):
         if self._seeds_workers:
             seed = mix_seeds(self.turns.seed, epoch, get_rank()) if self.num_workers else 0
             self.generator = Generator().manual_seed(seed >> 1)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
         if self._follower is None:
-            if callable(getattr(self.dataset, "set_epoch", None)):
-                self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
             return super().__iter__()
         self._follower.epoch[0] = epoch
         # Workers are started with the follower; everybody else still sees the user's dataset.
@@ -109,10 +109,11 @@ class Pass(Iterator[Any]):
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.name = loader.name
-        self._batches = 0
         self._turns = loader.turns
         self._walk = walk = loader.turns.begin()
-        walk.count_by(lambda: self._batches, loader.items_in_batch)
+        # A pass that is dropped has to end, and its workers with it: the walk must not hold it.
+        self._handed_out = handed_out = [0]
+        walk.count_by(lambda: handed_out[0], loader.items_in_batch)
         walk.length = _items(loader)
         self._is_uneven = self._turns.is_uneven(loader.items_in_batch, loader.drop_last)
         with self._turns.drawn_by(walk):
@@ -128,9 +129,9 @@ class Pass(Iterator[Any]):
                 _uneven.discard(self)
                 self._turns.progress.finish(self._walk)
                 raise
-        if self._is_uneven and not self._batches:
+        if self._is_uneven:
             _uneven.add(self)
-        self._batches += 1
+        self._handed_out[0] += 1
         return batch
 
     def __len__(self) -> int:

@@ -6,9 +6,13 @@ counts what was handed out, not what a loader has drawn ahead.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from operator import length_hint
+from typing import TypeVar
+
+from ddp_utils.data.warning import warn_caller
+
+T = TypeVar("T")
 
 __all__ = ["Progress", "Walk"]
 
@@ -16,29 +20,30 @@ __all__ = ["Progress", "Walk"]
 class Walk:
     """One pass of this rank: where it began, and how much of it has been handed out."""
 
+    end: int | None = None
+    """Where a wrapped sampler's sequence ended, once it has."""
+    _drawn = 0
+    _block: Iterator[object] = iter(())
+    _batches: Callable[[], int] | None = None
+    _batch_size = 1
+
     def __init__(self, epoch: int, start: int, length: int | None) -> None:
         self.epoch = epoch
         self.start = start
         """The global position that it began at."""
         self.length = length
         """How many items this rank gets, if that is known."""
-        self.end: int | None = None
-        """Where a wrapped sampler's sequence ended, once it has."""
-        self._drawn = 0
-        self._block: Iterator[object] = iter(())
-        self._batches: Callable[[], int] | None = None
-        self._batch_size = 1
 
     def count_by(self, batches: Callable[[], int], batch_size: int) -> None:
         """Let a loader, which draws ahead, tell how many batches it has handed out."""
         self._batches, self._batch_size = batches, batch_size
 
-    def draw(self, block: list[object]) -> Iterator[object]:
+    def draw(self, block: list[T]) -> Iterator[T]:
         """Return an iterator over a block of items that this walk watches."""
         # A list's iterator tells how much is left in it, so nothing is counted item by item.
         self._drawn += len(block)
-        self._block = iter(block)
-        return self._block
+        self._block = drawn = iter(block)
+        return drawn
 
     @property
     def taken(self) -> int:
@@ -73,21 +78,20 @@ class Progress:
         """The global position that passes of this epoch begin at: above 0 after a resume."""
         self.walk: Walk | None = None
         """The newest pass, until its epoch is over."""
-        self.last: Walk | None = None
-        """The newest pass, also after its end."""
+        self.walked: Walk | None = None
+        """The newest pass that was walked to its end."""
         self._name = name
         self._order_changes = order_changes
         self._epoch_was_set = False
         self._has_warned = False
 
-    def begin(self, length: int | None) -> Walk:
-        """Note that a new pass begins."""
-        self.settle()
-        walk = self.walk
-        if walk is not None and not (walk.is_look or walk.is_complete or self._epoch_was_set):
-            self._warn_of_repetition(walk)
+    def begin(self, length: Callable[[], int | None]) -> Walk:
+        """Note that a new pass begins; how long it is, is asked once its epoch is settled."""
+        if self.walk is not None:
+            self.settle()
+            self._warn_of_repetition()
         self._epoch_was_set = False
-        self.walk = self.last = Walk(self.epoch, self.start, length)
+        self.walk = Walk(self.epoch, self.start, length())
         return self.walk
 
     def settle(self) -> None:
@@ -97,11 +101,15 @@ class Progress:
         looked at it alone.
         """
         walk = self.walk
-        if walk is not None and walk.is_complete and not (walk.is_look or self._epoch_was_set):
+        if walk is None or not walk.is_complete:
+            return
+        self.walked = walk
+        if not (walk.is_look or self._epoch_was_set):
             self.finish(walk)
 
     def finish(self, walk: Walk) -> None:
         """Note that a pass was walked to its end: the next one is of the next epoch."""
+        self.walked = walk
         if walk is self.walk:
             self.go_to(walk.epoch + 1)
 
@@ -119,13 +127,16 @@ class Progress:
         """Return the global position in the epoch up to which items have been handed out."""
         return self.start if self.walk is None else self.walk.start + self.walk.taken * world_size
 
-    def _warn_of_repetition(self, walk: Walk) -> None:
+    def _warn_of_repetition(self) -> None:
+        """Warn, once, where the last pass was left and its epoch begins again."""
+        walk = self.walk
+        if walk is None or walk.is_look or walk.is_complete or self._epoch_was_set:
+            return
         if self._has_warned or not self._order_changes:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_caller(
             f"the last pass over {self._name} was left before its end, so its epoch "
             f"({walk.epoch}) is not over: the pass that begins now has the same order again. "
-            f"Walk passes to their end, or call set_epoch({walk.epoch + 1}) for a new order.",
-            stacklevel=4,
+            f"Walk passes to their end, or call set_epoch({walk.epoch + 1}) for a new order."
         )

@@ -14,7 +14,7 @@ from ddp_utils.agree.by_word import first_word, new_topic, require_same
 from ddp_utils.agree.seeding import common_seed, given_seed
 from ddp_utils.data.progress import Progress, Walk
 from ddp_utils.ground._torch_private import loader_that_draws
-from ddp_utils.world.world import get_rank, get_world_size
+from ddp_utils.world.world import get_rank, get_world_size, is_distributed
 
 __all__ = ["ResumableSampler", "describe"]
 
@@ -35,6 +35,8 @@ class ResumableSampler(DistributedSampler[Any]):
                 "make the ranks' shares equal, the other leaves some out; choose one"
             )
         self.dataset = source
+        self.length: int | None = None
+        """How many samples there are, where that is known and must not change."""
         self.num_replicas = get_world_size()
         self.rank = get_rank()
         self.shuffle = shuffle
@@ -53,17 +55,12 @@ class ResumableSampler(DistributedSampler[Any]):
         """Return how many items this rank gets in the pass under way, or else in the next."""
 
     @abstractmethod
-    def _blocks(self, walk: Walk) -> Iterator[list[Any]]:
-        """Yield this rank's items of a pass, some at a time."""
+    def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[Any]]:
+        """Yield ``walk.draw`` of this rank's items, some at a time; then call ``_ran_out``."""
 
     @abstractmethod
     def is_uneven(self, batch_size: int, drop_last: bool) -> bool:
         """Whether some ranks get more batches than others in the next pass."""
-
-    @property
-    @abstractmethod
-    def length(self) -> int | None:
-        """Return how many samples the dataset has, if that is known and must not change."""
 
     def __iter__(self) -> Iterator[Any]:
         walk = self._driver
@@ -72,23 +69,21 @@ class ResumableSampler(DistributedSampler[Any]):
             loader = loader_that_draws()
             if loader is not None:
                 walk.count_by(*loader)
-            return chain.from_iterable(self._watched(walk, finish=True))
-        return chain.from_iterable(self._watched(walk, finish=False))
+            return chain.from_iterable(self._blocks(walk, True))
+        return chain.from_iterable(self._blocks(walk, False))
 
-    def _watched(self, walk: Walk, finish: bool) -> Iterator[Iterator[Any]]:
-        for block in self._blocks(walk):
-            yield walk.draw(block)
+    def _ran_out(self, walk: Walk, finish: bool) -> None:
         walk.ran_out()
-        if finish and (walk.length is None or walk.taken >= walk.length):
+        if finish and walk.taken >= (walk.length or 0):
             self.progress.finish(walk)
 
     def begin(self) -> Walk:
         """Start a pass. For loaders, which then draw with :meth:`drawn_by`."""
-        self._refuse_new_group()
-        self.progress.settle()
+        if self.num_replicas == 1:
+            self._refuse_new_group()
         if not self._has_compared:
             self._compare_with_other_ranks()
-        return self.progress.begin(self._known_length())
+        return self.progress.begin(self._known_length)
 
     @contextmanager
     def drawn_by(self, walk: Walk) -> Iterator[None]:
@@ -165,7 +160,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return position if length is None else min(position, length)
 
     def _refuse_new_group(self) -> None:
-        if self.num_replicas == 1 and get_world_size() > 1:
+        if is_distributed() and get_world_size() > 1:
             raise RuntimeError(
                 f"the sampler of {describe(self.dataset)} was made before there were "
                 f"{get_world_size()} ranks, and would give all of them everything: make samplers "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -15,10 +14,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ddp_utils.data.permutation import Permutation
+from ddp_utils.data.permutation import InOrder, Permutation
 from ddp_utils.data.progress import Walk
 from ddp_utils.data.resumable import ResumableSampler, describe
 from ddp_utils.data.shares import batches_are_uneven, dealt_end, share
+from ddp_utils.data.warning import warn_caller
 from ddp_utils.data.wrapped import WrappedSampler
 
 __all__ = ["ShardedSampler", "make_sampler"]
@@ -118,6 +118,8 @@ class ShardedSampler(ResumableSampler):
         self, source: Sized, *, shuffle: bool, pad: bool, drop_last: bool, seed: int | None
     ) -> None:
         super().__init__(source, shuffle=shuffle, pad=pad, drop_last=drop_last, seed=seed)
+        self.length: int = len(source)
+        self._whole = self.positions(self.rank, 0)
         length = self.length
         if length == 0:
             raise ValueError(f"{describe(source)} has no samples")
@@ -126,23 +128,23 @@ class ShardedSampler(ResumableSampler):
                 f"{describe(source)} has {length} samples for {self.num_replicas} ranks, so with "
                 "drop_last=True every rank gets none. Use fewer ranks or pad=True."
             )
-        if pad and length < self.num_replicas:
-            warnings.warn(
+        if pad and length < self.num_replicas and self.rank == 0:
+            warn_caller(
                 f"{describe(source)} has {length} samples for {self.num_replicas} ranks: with "
-                "pad=True each is visited by several ranks in every epoch",
-                stacklevel=4,
+                "pad=True each is visited by several ranks in every epoch"
             )
 
     def __len__(self) -> int:
-        return len(self.positions())
+        start = self.progress.start
+        return len(self.positions(self.rank, start) if start else self._whole)
 
-    def positions(self, rank: int | None = None, start: int | None = None) -> range:
-        """Return the positions in the epoch's order that a rank visits."""
+    def positions(self, rank: int, start: int) -> range:
+        """Return the positions in the epoch's order that a rank visits from a position on."""
         return share(
-            self.rank if rank is None else rank,
+            rank,
             self.num_replicas,
             self.length,
-            self.progress.start if start is None else start,
+            start,
             pad=self.pad,
             drop_last=self.drop_last,
         )
@@ -161,21 +163,20 @@ class ShardedSampler(ResumableSampler):
         left = max(0, self.length - self.progress.start)
         return batches_are_uneven(left, self.num_replicas, batch_size, drop_last)
 
-    def order(self, epoch: int) -> Permutation | None:
-        """Return the order of an epoch, None for the dataset's own."""
-        return Permutation(self.length, self.seed, epoch) if self.shuffle else None
+    def order(self, epoch: int) -> Permutation | InOrder:
+        """Return the order of an epoch."""
+        if not self.shuffle:
+            return InOrder(self.length)
+        return Permutation(self.length, self.seed, epoch)
 
-    @property
-    def length(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def _blocks(self, walk: Walk) -> Iterator[list[int]]:
-        length, order = self.length, self.order(walk.epoch)
-        positions = self.positions(start=walk.start)
-        inside = range(positions.start, min(positions.stop, length), positions.step)
+    def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[int]]:
+        order = self.order(walk.epoch)
+        positions = self.positions(self.rank, walk.start) if walk.start else self._whole
+        is_padded = len(positions) > 0 and positions[-1] >= self.length
+        inside = positions[:-1] if is_padded else positions
         for at in range(0, len(inside), BLOCK):
-            part = inside[at : at + BLOCK]
-            yield list(part) if order is None else order.take(part)
-        for position in positions[len(inside) :]:
-            again = position % length
-            yield [again] if order is None else order.take(range(again, again + 1))
+            yield walk.draw(order.take(inside[at : at + BLOCK]))
+        if is_padded:
+            again = positions[-1] % self.length
+            yield walk.draw(order.take(range(again, again + 1)))
+        self._ran_out(walk, finish)

@@ -50,8 +50,7 @@ class StreamTurns:
                 f"the loader of {describe(self._shard.dataset)} was made before there were ranks: "
                 "make loaders after ddp_utils.init_distributed()"
             )
-        self.progress.settle()
-        walk = self.progress.begin(None)
+        walk = self.progress.begin(lambda: None)
         self._shard.start_pass(walk.epoch, self.seed)
         return walk
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.data import get_worker_info
 
 __all__ = ["WorkerView"]
@@ -21,7 +20,7 @@ class WorkerView:
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         self.dataset = dataset
-        self.seed = torch.initial_seed() if info is None else info.seed
+        self.seed = 0 if info is None else info.seed
         # Neighbouring samples go to different ranks, as where there are no workers.
         self._id = worker * world_size + rank
         self._num_workers = world_size * workers

@@ -102,10 +102,6 @@ class WrappedSampler(ResumableSampler):
         # How much there is to draw is not known before the end.
         return self.num_replicas > 1 and not (self.pad or self.drop_last)
 
-    @property
-    def length(self) -> None:
-        return None
-
     def _isolated(self, epoch: int) -> IsolatedRandom:
         isolated = IsolatedRandom(mix_seeds(self.seed, epoch), self.dataset)
         if callable(getattr(self.dataset, "set_epoch", None)):
@@ -113,7 +109,7 @@ class WrappedSampler(ResumableSampler):
                 self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
         return isolated
 
-    def _blocks(self, walk: Walk) -> Iterator[list[Any]]:
+    def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[Any]]:
         ranks = self.num_replicas
         sequence = chain.from_iterable(self._draws(walk))
         first = list(islice(sequence, ranks))
@@ -122,13 +118,14 @@ class WrappedSampler(ResumableSampler):
         for size in _growing(ranks):
             items = list(islice(unseen, size))
             if not items:
-                return
+                break
             over = len(items) % ranks  # in the last block only
             if over and self.pad:
                 items += islice(cycle(first), ranks - over)
             elif over and self.drop_last:
                 del items[-over:]
-            yield items[self.rank :: ranks]
+            yield walk.draw(items[self.rank :: ranks])
+        self._ran_out(walk, finish)
 
     def _draws(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield the whole sequence of an epoch, some items at a time."""

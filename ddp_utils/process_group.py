@@ -193,7 +193,7 @@ def set_threads(local_world_size: int, per_task: int | None = None) -> None:
 
 def _cores_per_task(world: World) -> int | None:
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return int(asked) if world.launcher == "slurm" and asked.isdigit() else None
+    return int(asked) if world.launcher == "slurm" and asked.isdecimal() else None
 
 
 def _seconds(timeout: float | timedelta | None) -> timedelta | None:

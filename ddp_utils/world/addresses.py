@@ -65,7 +65,7 @@ def parse_host(name: str, text: str) -> str:
 
 def parse_port(name: str, text: str) -> int:
     """Return a port that a rank can be told, 1 to 65535."""
-    if not text.strip().isdigit() or not 0 < int(text) < 65536:
+    if not text.strip().isdecimal() or not 0 < int(text) < 65536:
         raise LauncherError(f"{name}={text!r} is not a port: it takes a number from 1 to 65535")
     return int(text)
 
@@ -100,7 +100,7 @@ def of_slurm_step(environ: Environ, num_nodes: int, read_file: Callable[[str], s
     if port is None:
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
         step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-        if not (job.isdigit() and step.isdigit()):
+        if not (job.isdecimal() and step.isdecimal()):
             raise LauncherError(
                 f"no port for the ranks of this Slurm step: SLURM_JOB_ID={job!r}, "
                 f"SLURM_STEP_ID={step!r}. Set MASTER_PORT to the same free port on all tasks."

@@ -24,6 +24,6 @@ def add_local_rank_argument(parser: argparse.ArgumentParser) -> None:
         "--local_rank",
         "--local-rank",
         type=int,
-        default=int(os.environ.get("LOCAL_RANK", 0)),
+        default=int(os.environ.get("LOCAL_RANK") or 0),
         help="set by torch.distributed.launch; not needed otherwise",
     )

@@ -300,7 +300,7 @@ def _slurm_step(environ: Environ) -> tuple[Claim | None, dict[str, str]]:
         raise _half(SLURM, claim.used, ["SLURM_STEP_ID"])
     elif step is None:
         why = "a batch script, not a task of srun"
-    elif not step.isdigit() or int(step) >= NO_STEP:
+    elif not step.isdecimal() or int(step) >= NO_STEP:
         why = "an interactive shell of Slurm, not a task of srun"
     elif _slurm_size(claim, environ) == 1:
         why = "a step of one task, such as srun --pty: nothing to join"
@@ -327,7 +327,7 @@ def _slurm_size(claim: Claim, environ: Environ) -> int | None:
 def _whole_step(claim: Claim, environ: Environ) -> Claim:
     """Complete the claim of a real step with the tasks on this node."""
     for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
-        if environ.get(name, "").isdigit() and int(environ[name]) > 1 and not environ.get("RANK"):
+        if environ.get(name, "").isdecimal() and int(environ[name]) > 1 and not environ.get("RANK"):
             raise LauncherError(
                 f"a heterogeneous Slurm job ({name}={environ[name]}): its components count their "
                 "ranks from 0 each, so nobody can tell the world from here. Set RANK, WORLD_SIZE, "
@@ -384,8 +384,8 @@ def _is_a_pods(torchrun: Claim, environ: Environ) -> bool:
     """Whether RANK and WORLD_SIZE are Kubeflow's, meant for the torchrun inside a pod."""
     return (
         "LOCAL_RANK" not in torchrun.used
-        and environ.get("PET_NNODES", "").isdigit()
-        and environ.get("PET_NODE_RANK", "").isdigit()
+        and environ.get("PET_NNODES", "").isdecimal()
+        and environ.get("PET_NODE_RANK", "").isdecimal()
     )
 
 

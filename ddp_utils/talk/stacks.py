@@ -29,6 +29,7 @@ from ddp_utils.world.world import get_rank, get_world_size, is_distributed
 __all__ = ["watch", "where_are"]
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
+START = os.path.join(callsite.OURS, "start", "")
 STANDARD = os.path.dirname(threading.__file__) + os.sep
 WAITING = (
     os.path.join(TORCH, "distributed", ""),
@@ -115,11 +116,18 @@ def _answer() -> None:
     frame = _main_frame()
     answer = {
         "where": _line_of_the_users(frame),
-        "stack": "".join(traceback.format_stack(frame)).rstrip(),
+        "stack": _text_of(frame),
     }
     shared_store().set(f"stacks/{number}/{get_rank()}", json.dumps(answer))
     if get_rank() == 0:
         print(_report(number), file=sys.stderr, flush=True)
+
+
+def _text_of(frame: FrameType | None) -> str:
+    """Return the stack as Python prints it, without the frames of this package's own start."""
+    frames = traceback.extract_stack(frame)
+    ours = [i for i, each in enumerate(frames) if each.filename.startswith(START)]
+    return "".join(traceback.format_list(frames[max(ours, default=-1) + 1 :])).rstrip()
 
 
 def _line_of_the_users(frame: FrameType | None) -> str:

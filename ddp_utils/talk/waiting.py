@@ -96,7 +96,8 @@ class Meeting:
         self._behind = _behind[self._name]
         self._behind.append(self._store)
         self._store.set(str(circle.place), word)
-        self._last_come = self._store.add("count", 1) == circle.size
+        if self._store.add("count", 1) == circle.size:
+            self._decide("all")
 
     def wait_for_all(self, timeout: float | None) -> None:
         """Wait until every rank has come.
@@ -105,14 +106,10 @@ class Meeting:
             AbsentRanksError: Ranks have not come in ``timeout`` seconds, or have left the job.
                 The same text on all ranks, also on those that come later.
         """
-        verdict: str | None = None
-        if self._last_come:
-            verdict = self._decide("all")
-        else:
-            try:
-                verdict = self._wait("verdict", self._absent, timeout)
-            except AbsentRanksError as error:
-                verdict = self._decide(str(error))
+        try:
+            verdict = self._wait("verdict", self._absent, timeout)
+        except AbsentRanksError as error:
+            verdict = self._decide(str(error))
         if verdict is None:
             assert timeout is not None
             verdict = self._decide(self._absence(timeout))

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_utils.ground._torch_private import compiled_module_type
 
-__all__ = ["unwrap", "wrapper_layers"]
+__all__ = ["uncompiled", "unwrap", "wrapper_layers"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -41,3 +41,12 @@ def wrapper_layers(model: nn.Module) -> Iterator[nn.Module]:
             return
         assert isinstance(inner, nn.Module)
         model = inner
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return what ``torch.compile`` was given, where the model is what it returned.
+
+    That object passes attributes on by itself, but also has some of its own that are nobody
+    else's business.
+    """
+    return next(m for m in wrapper_layers(model) if not isinstance(m, compiled_module_type()))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_utils.callsite import refuse_in_section
 from ddp_utils.ground._torch_private import in_join, skip_frame, skip_frames
 from ddp_utils.ground.errors import DistributedError
+from ddp_utils.ground.unwrapping import uncompiled
 from ddp_utils.models.buffers import BufferSync
 from ddp_utils.models.comm_hooks import CommHook, register_hook
 from ddp_utils.models.gradient_watch import GradientWatch
@@ -111,36 +112,37 @@ class WrappedModel(DistributedDataParallel):
             special = name in NOT_FORWARDED or (name.startswith("__") and name.endswith("__"))
             if module is None or special:
                 raise
-        return getattr(module, name)
+        return getattr(uncompiled(module), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_the_modules(name):
-            setattr(self.module, name, value)
+            setattr(uncompiled(self.module), name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_the_modules(name):
-            delattr(self.module, name)
+            delattr(uncompiled(self.module), name)
         else:
             super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
+        return sorted({*super().__dir__(), *dir(uncompiled(self.module))})  # type: ignore[no-untyped-call]
 
     def _is_the_modules(self, name: str) -> bool:
         own = self.__dict__
         if "_passes_on" not in own or name in own or name == "module":
             return False
-        # hasattr on the class first: it does not run a property.
-        has = hasattr(type(self.module), name) or hasattr(self.module, name)
+        module = uncompiled(self.module)
+        # The class first: asking the object may run a property.
+        has = hasattr(type(module), name) or hasattr(module, name)
         return has and not hasattr(type(self), name) and name not in NOT_FORWARDED
 
     def shadowed_names(self) -> list[str]:
         """Return the names of the module that through the wrapper mean DDP's own attribute."""
         of_every_module = set(dir(nn.Module()))
         own = {*dir(DistributedDataParallel), *self.__dict__} - of_every_module
-        public = {name for name in dir(self.module) if not name.startswith("_")}
+        public = {name for name in dir(uncompiled(self.module)) if not name.startswith("_")}
         return sorted(own & public - of_every_module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -1,0 +1,616 @@
+"""Does rank zero write for all, do all learn of its trouble, and does a training go on from there?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_utils import (
+    AbsentRanksError,
+    DistributedError,
+    OneRankSectionError,
+    RandomStates,
+    RankFailedError,
+    RanksDisagreeError,
+    RankZeroError,
+    get_rank,
+    load_checkpoint,
+    make_loader,
+    rank_zero_only,
+    save_checkpoint,
+    seed_everything,
+    wrap_ddp,
+)
+from ddp_utils.models import checkpoint, meeting
+from ddp_utils.process_group import shared_store
+from ddp_utils.testing import run_distributed
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return class and text of what a call raises."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class TestOneProcess:
+    def test_a_training_goes_into_a_file_and_out_of_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model(torch.rand(4, 4)).sum().backward()
+        optimizer.step()
+        args = argparse.Namespace(lr=np.float32(0.5), out=tmp_path)
+        save_checkpoint(
+            path, model=model, optimizer=optimizer, args=args, path="any name", none=None
+        )
+
+        other = Net()
+        fresh = torch.optim.Adam(other.parameters())
+        rest = load_checkpoint(path, model=other, optimizer=fresh, none=None)
+        assert rest == {
+            "args": {"lr": 0.5, "out": str(tmp_path)},
+            "path": "any name",
+            "none": None,
+        }
+        assert fresh.param_groups[0]["lr"] == 0.01
+        torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+    def test_plain_torch_reads_it(self, tmp_path: Path) -> None:
+        model = nn.DataParallel(nn.Linear(2, 1))
+        save_checkpoint(tmp_path / "last.pt", model=model)
+        nn.Linear(2, 1).load_state_dict(torch.load(tmp_path / "last.pt")["model"])
+
+    def test_several_models_and_optimizers_at_once(self, tmp_path: Path) -> None:
+        models = [nn.Linear(1, 1), nn.Linear(2, 2)]
+        named = {"a": nn.Linear(3, 3)}
+        save_checkpoint(tmp_path / "last.pt", models=models, named=named)
+        others = [nn.Linear(1, 1), nn.Linear(2, 2)]
+        other_named = {"a": nn.Linear(3, 3)}
+        load_checkpoint(tmp_path / "last.pt", models=others, named=other_named)
+        assert torch.equal(others[1].weight, models[1].weight)
+        assert torch.equal(other_named["a"].weight, named["a"].weight)
+
+    def test_no_file_is_an_error_or_a_fresh_start(self, tmp_path: Path) -> None:
+        for wait in (True, False):
+            with pytest.raises(FileNotFoundError):
+                load_checkpoint(tmp_path / "last.pt", wait=wait)
+            assert load_checkpoint(tmp_path / "last.pt", wait=wait, missing_ok=True) == {}
+
+    def test_a_missing_name_and_a_wrong_target_say_what_to_do(self, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        save_checkpoint(path, net=nn.Linear(1, 1), epoch=3)
+        with pytest.raises(KeyError, match="holds no model; it holds 'net', 'epoch'"):
+            load_checkpoint(path, model=nn.Linear(1, 1))
+        with pytest.raises(TypeError, match="Leave it out: what is not asked for is returned"):
+            load_checkpoint(path, epoch=0)
+
+    @pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 cut"])
+    def test_a_file_that_is_none_is_named(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "last.pt").write_bytes(content)
+        with pytest.raises((RuntimeError, pickle.UnpicklingError), match=r"rank 0 .*last\.pt"):
+            load_checkpoint(tmp_path / "last.pt")
+
+    def test_a_truncated_file_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        save_checkpoint(path, weight=torch.zeros(1000))
+        path.write_bytes(path.read_bytes()[:-200])
+        with pytest.raises(RuntimeError, match=r"cannot read .*last\.pt.* cut off"):
+            load_checkpoint(path)
+
+    def test_classes_are_refused_with_the_way_to_opt_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "old.pt"
+        torch.save({"args": argparse.Namespace(lr=1), "epoch": 3}, path)
+        with pytest.raises(
+            pickle.UnpicklingError, match=r"argparse\.Namespace.*weights_only=False"
+        ):
+            load_checkpoint(path)
+        assert load_checkpoint(path, weights_only=False)["args"].lr == 1
+
+    def test_any_class_is_stored_where_both_sides_opt_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        save_checkpoint(path, weights_only=False, array=np.arange(3))
+        assert load_checkpoint(path, weights_only=False)["array"].tolist() == [0, 1, 2]
+
+    def test_files_of_plain_scripts(self, tmp_path: Path) -> None:
+        path, model = tmp_path / "theirs.pt", nn.Linear(2, 1)
+        files = {
+            "model": model.state_dict(),  # torch.save(model.state_dict(), path)
+            "model_state_dict": {"model_state_dict": model.state_dict(), "epoch": 3},
+            "state_dict": {  # DDP, and Lightning's names
+                "state_dict": nn.DataParallel(model).state_dict(),
+                "optimizer_states": [torch.optim.SGD(model.parameters(), lr=1).state_dict()],
+                "global_step": 3,
+                "pytorch-lightning_version": "2.4",
+            },
+            "net": {"net": {f"_orig_mod.{key}": v for key, v in model.state_dict().items()}},
+        }
+        for name, content in files.items():
+            torch.save(content, path)
+            other = nn.Linear(2, 1)
+            load_checkpoint(path, **{name: other})
+            assert torch.equal(other.weight, model.weight), name
+        torch.save(files["model"], path, _use_new_zipfile_serialization=False)
+        load_checkpoint(path, model=other)
+
+    def test_an_optimizer_of_a_replaced_model_is_noticed(self, tmp_path: Path) -> None:
+        model = nn.Linear(2, 1)
+        stale = torch.optim.SGD(model.parameters(), lr=0.1)
+        save_checkpoint(tmp_path / "last.pt", model=model, optimizer=stale)
+        replaced = nn.Linear(2, 1)
+        with pytest.warns(UserWarning, match="made before the model was replaced"):
+            load_checkpoint(tmp_path / "last.pt", model=replaced, optimizer=stale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_checkpoint(tmp_path / "last.pt", model=model, optimizer=stale)
+
+    def test_what_was_on_an_accelerator_loads_on_the_cpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "cuda.pt"
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+            torch.save({"weight": torch.arange(3), "model": nn.Linear(2, 1).state_dict()}, path)
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="CUDA"):
+                torch.load(path)
+        rest = load_checkpoint(path, model=nn.Linear(2, 1))
+        assert rest["weight"].device.type == "cpu" or torch.cuda.is_available()
+
+    def test_random_states_go_on(self, tmp_path: Path) -> None:
+        def draw() -> list[Any]:
+            return [torch.rand(2).tolist(), np.random.rand(), random.gauss(0, 1), np.random.randn()]
+
+        draw()
+        save_checkpoint(tmp_path / "last.pt", random=RandomStates())
+        drawn = draw()
+        load_checkpoint(tmp_path / "last.pt", random=RandomStates())
+        assert draw() == drawn
+        save_checkpoint(tmp_path / "last.pt", wait=False, random=RandomStates())
+        drawn = draw()
+        load_checkpoint(tmp_path / "last.pt", random=RandomStates())
+        assert draw() == drawn
+
+
+# ---- what rank zero's trouble looks like on every rank
+
+
+def trouble(folder: str) -> list[tuple[str, str]]:
+    path = f"{folder}/last.pt"
+    save_checkpoint(path, epoch=1)
+    found = [
+        error_of(save_checkpoint, f"{folder}/no/such/last.pt", epoch=2),
+        error_of(save_checkpoint, folder, epoch=2),
+        error_of(save_checkpoint, path, epoch=lambda: 0),
+    ]
+    if get_rank() == 0:
+        os.chmod(folder, 0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # nothing is read-only to root
+    found.append(error_of(save_checkpoint, path, epoch=2))
+    assert load_checkpoint(path) == {"epoch": 1}
+    return found
+
+
+@pytest.fixture
+def open_folder() -> Iterator[str]:
+    """A folder that also another user can reach."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield folder
+        os.chmod(folder, 0o755)
+        assert os.listdir(folder) == ["last.pt"]
+
+
+def test_an_error_of_rank_zero_reaches_all_ranks(open_folder: str) -> None:
+    zero, one = run_distributed(trouble, open_folder)
+    kinds = ["FileNotFoundError", "IsADirectoryError", "TypeError", "PermissionError"]
+    assert [kind for kind, _ in zero] == kinds
+    relayed = ["FileNotFoundError", "OSError", "RankZeroError", "PermissionError"]
+    assert [kind for kind, _ in one] == relayed
+    for (_, told), (_, heard) in zip(zero, one, strict=True):
+        assert "rank 0 failed in save_checkpoint" in heard
+        assert told.removesuffix("'last.pt'") in heard
+
+
+def fails_on_rank_zero(path: str) -> None:
+    save_checkpoint(path, epoch=lambda: 0)
+
+
+def test_the_job_ends_with_rank_zeros_own_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(fails_on_rank_zero, str(tmp_path / "last.pt"), world_size=3)
+    assert isinstance(caught.value.cause, (TypeError, RankZeroError))
+    assert "epoch is a function" in str(caught.value)
+
+
+# ---- who writes, who waits, for how long
+
+
+def counts_writers(path: str) -> int:
+    writes = 0
+    real = torch.save
+
+    def counting(value: Any, file: Any, *args: Any) -> None:
+        nonlocal writes
+        if "last.pt" in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+            writes += 1
+        real(value, file, *args)
+
+    checkpoint.torch.save = counting  # type: ignore[attr-defined]
+    try:
+        for epoch in range(3):
+            save_checkpoint(path, epoch=epoch)
+            assert load_checkpoint(path) == {"epoch": epoch}
+    finally:
+        checkpoint.torch.save = real  # type: ignore[attr-defined]
+    return writes
+
+
+def slow_disk(path: str) -> tuple[bool, Any]:
+    """Rank zero's disk is slower than the timeout of collectives; the other one reads at once."""
+    if get_rank() == 0:
+        real = checkpoint.replacing
+
+        def slow(target: Any) -> Any:
+            shared_store().wait(["rank one is about to save"])
+            time.sleep(2.5)
+            return real(target)
+
+        checkpoint.replacing = slow  # type: ignore[attr-defined]
+    was_there = os.path.exists(path)
+    if get_rank() == 1:
+        shared_store().set("rank one is about to save", "")
+    save_checkpoint(path, epoch=1)
+    return was_there, torch.load(path)
+
+
+def test_only_rank_zero_writes(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    ranks_that_wrote = run_distributed(counts_writers_by_file, str(tmp_path / "last.pt"))
+    assert ranks_that_wrote == [3, 0]
+
+
+def counts_writers_by_file(path: str) -> int:
+    """Count the files that this rank opens for writing in the checkpoint's folder."""
+    opened: list[str] = []
+    folder = os.path.dirname(path)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).startswith(folder) and args[2] & os.O_CREAT:
+            opened.append(str(args[0]))
+
+    sys.addaudithook(hook)
+    for epoch in range(3):
+        save_checkpoint(path, epoch=epoch)
+        assert load_checkpoint(path) == {"epoch": epoch}
+    return len(opened)
+
+
+def test_the_others_wait_for_the_file_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_UTILS_TIMEOUT", "1")
+    results = run_distributed(slow_disk, str(tmp_path / "last.pt"))
+    assert results == [(False, {"epoch": 1})] * 2
+
+
+@rank_zero_only
+def saves_in_a_section(path: str) -> None:
+    save_checkpoint(path, epoch=1)
+
+
+@rank_zero_only
+def saves_alone(path: str) -> None:
+    save_checkpoint(path, wait=False, epoch=1)
+
+
+def rank_zero_alone(path: str) -> tuple[Any, ...]:
+    section = error_of(saves_in_a_section, path)
+    saves_alone(path)
+    save_checkpoint(path, wait=False, epoch=2)  # called by all: the others do nothing
+    random_alone = error_of(save_checkpoint, path, wait=False, random=RandomStates())
+    if get_rank() == 0:
+        save_checkpoint(path, epoch=3)  # alone, and for all: nobody comes, and nothing hangs
+        assert load_checkpoint(path, wait=False) == {"epoch": 3}
+    mixed = error_of(save_checkpoint, path, epoch=4)
+    return section, random_alone, mixed
+
+
+def test_rank_zero_alone(tmp_path: Path) -> None:
+    zero, one = run_distributed(rank_zero_alone, str(tmp_path / "last.pt"))
+    (section, section_text), (alone, alone_text), _ = zero
+    assert section == OneRankSectionError.__name__
+    assert "pass wait=False" in section_text
+    assert alone == "ValueError"
+    assert "random states of the others" in alone_text
+    assert one[:2] == (("nothing", ""), ("nothing", ""))
+    kind, text = one[2]
+    assert kind == RanksDisagreeError.__name__
+    assert "pass wait=False" in text
+
+
+def different_paths(folder: str) -> tuple[str, str]:
+    return error_of(save_checkpoint, f"{folder}/run-{get_rank()}.pt", epoch=1)
+
+
+def test_ranks_with_different_paths_are_told(tmp_path: Path) -> None:
+    zero, one = run_distributed(different_paths, str(tmp_path))
+    assert zero == ("nothing", "")
+    assert one[0] == RanksDisagreeError.__name__
+    assert "ddp_utils.broadcast(path)" in one[1]
+
+
+def leaves_without_saving(path: str) -> None:
+    if get_rank() == 0:
+        save_checkpoint(path, random=RandomStates())
+
+
+def leaves_without_loading(path: str) -> None:
+    if get_rank() == 1:
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("fn", [leaves_without_saving, leaves_without_loading])
+def test_a_rank_that_has_left_is_not_waited_for(fn: Any, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(fn, str(tmp_path / "last.pt"))
+    assert isinstance(caught.value.cause, AbsentRanksError)
+
+
+def comes_late(path: str) -> list[str]:
+    meeting.PATIENCE = 0.2
+    said: list[str] = []
+    meeting._logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    if get_rank() == 1:
+        while not (  # until rank zero has said for whom it waits
+            shared_store().check(["said"])
+        ):
+            time.sleep(0.05)
+    else:
+        real = meeting._logger.warning
+
+        def telling(*args: Any) -> None:
+            real(*args)
+            shared_store().set("said", "")
+
+        meeting._logger.warning = telling  # type: ignore[method-assign]
+    save_checkpoint(path, random=RandomStates())
+    return said
+
+
+def test_a_long_wait_names_who_is_missing(tmp_path: Path) -> None:
+    said, _ = run_distributed(comes_late, str(tmp_path / "last.pt"))
+    assert "for rank 1" in said[0]
+
+
+def leaves_no_keys(path: str) -> tuple[int, int]:
+    save_checkpoint(path, random=RandomStates())
+    load_checkpoint(path, random=RandomStates())
+    load_checkpoint(path, broadcast=True)
+    shared_store().set(f"done {get_rank()}", "")
+    shared_store().wait(["done 0", "done 1"])
+    before = shared_store().num_keys()
+    shared_store().set(f"counted {get_rank()}", "")
+    shared_store().wait(["counted 0", "counted 1"])
+    for _ in range(5):
+        save_checkpoint(path, random=RandomStates())
+        load_checkpoint(path, broadcast=True)
+    shared_store().set(f"again {get_rank()}", "")
+    shared_store().wait(["again 0", "again 1"])
+    return before, shared_store().num_keys()
+
+
+def test_the_store_does_not_grow(tmp_path: Path) -> None:
+    (before, after), _ = run_distributed(leaves_no_keys, str(tmp_path / "last.pt"))
+    assert after <= before + 4  # those that this test set itself
+
+
+# ---- loading on several ranks
+
+
+def relative_to_another_folder(folder: str, there_on_rank_one: bool) -> list[Any]:
+    checkpoint.LAG = 0.3
+    own = Path(folder) / str(get_rank())
+    own.mkdir()
+    os.chdir(own)
+    if get_rank() == 0 or there_on_rank_one:
+        torch.save({"rank": get_rank(), "weight": torch.full((100_000,), get_rank())}, "last.pt")
+    shared_store().set(f"ready {get_rank()}", "")
+    shared_store().wait(["ready 0", "ready 1"])
+    error = error_of(load_checkpoint, "last.pt")
+    rest = load_checkpoint("last.pt", broadcast=True)
+    return [error, rest["rank"], rest["weight"].sum().item()]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_each_rank_loads_what_rank_zero_sees_or_all_fail(there: bool, tmp_path: Path) -> None:
+    zero, one = run_distributed(relative_to_another_folder, str(tmp_path), there)
+    assert zero[0][0] == DistributedError.__name__
+    assert one[0][0] == RanksDisagreeError.__name__
+    assert ("another file" if there else "no such file") in one[0][1]
+    assert one[0][1] in zero[0][1]
+    assert zero[1:] == one[1:] == [0, 0]
+
+
+def appears_late_here(path: str) -> dict[str, Any]:
+    """A network file system shows rank one the file only when the folder is listed again."""
+    if get_rank() == 0:
+        save_checkpoint(path, wait=False, epoch=1)
+        shared_store().set("there", "")
+    else:
+        shared_store().wait(["there"])
+        hidden = f"{path}.hidden"
+        os.rename(path, hidden)
+        checkpoint._refresh = lambda folder: os.rename(hidden, path)
+        shared_store().set("hidden", "")
+    return load_checkpoint(path)
+
+
+def test_a_shared_folder_may_show_the_file_late(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    torch.save({"epoch": 0}, path)
+    assert run_distributed(lags_behind, str(path)) == [{"epoch": 1}] * 2
+
+
+def lags_behind(path: str) -> dict[str, Any]:
+    """Rank one still sees an old file when rank zero sees the new one, until it looks again."""
+    if get_rank() == 1:
+        real_open, old = open, True
+
+        def stale_open(name: Any, *args: Any) -> Any:
+            return real_open(f"{name}.old" if old else name, *args)
+
+        def refresh(folder: str) -> None:
+            nonlocal old
+            old = False
+
+        os.link(path, f"{path}.old")
+        checkpoint.open = stale_open  # type: ignore[attr-defined]
+        checkpoint._refresh = refresh
+    shared_store().set(f"ready {get_rank()}", "")
+    shared_store().wait(["ready 0", "ready 1"])
+    save_checkpoint(path, epoch=1)
+    return load_checkpoint(path)
+
+
+def trees(path: str) -> bool:
+    """What rank zero reads and sends is what each rank would read."""
+    content = {
+        "model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+        "half": torch.rand(3).to(torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "complex": torch.rand(2, 2, dtype=torch.complex64),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "turned": torch.rand(2, 3).t(),
+        "large": torch.arange(100_000),
+        "nested": [{"a": (torch.ones(1), "text", None)}],
+        "random": RandomStates(),
+    }
+    spread_piece = checkpoint.spread.PIECE
+    checkpoint.spread.PIECE = 1000
+    save_checkpoint(path, **content)
+    sent = load_checkpoint(path, broadcast=True)
+    checkpoint.spread.PIECE = spread_piece
+    read = load_checkpoint(path)
+    torch.testing.assert_close(sent, read, rtol=0, atol=0, equal_nan=True)
+    assert list(sent) == list(read)
+    assert sent["model"]._metadata == read["model"]._metadata
+    return True
+
+
+def test_a_broadcast_tree_is_the_same_tree(tmp_path: Path) -> None:
+    assert run_distributed(trees, str(tmp_path / "last.pt"), world_size=3) == [True] * 3
+
+
+def one_rank_cannot_load(path: str) -> list[tuple[str, str]]:
+    save_checkpoint(path, model=nn.Linear(2, 2))
+    model = nn.Linear(2 + get_rank(), 2)
+    found = [error_of(load_checkpoint, path, model=model)]
+    found.append(error_of(load_checkpoint, path, broadcast=True, model=model))
+    if get_rank() == 1:
+        Path(path).write_bytes(b"broken")
+    shared_store().set(f"ready {get_rank()}", "")
+    shared_store().wait(["ready 0", "ready 1"])
+    found.append(error_of(load_checkpoint, path, broadcast=True))
+    return found
+
+
+def test_one_ranks_trouble_in_loading_is_everybodys(tmp_path: Path) -> None:
+    zero, one = run_distributed(one_rank_cannot_load, str(tmp_path / "last.pt"))
+    for kind, text in zero[:2]:
+        assert kind == DistributedError.__name__
+        assert "rank 1 failed in load_checkpoint" in text
+        assert "size mismatch" in text
+    assert [kind for kind, _ in one[:2]] == ["RuntimeError"] * 2
+    assert one[2][0] == RankZeroError.__name__
+    assert "rank 0 cannot read" in one[2][1]
+
+
+# ---- a training that is stopped and goes on
+
+
+def train(path: str, steps: int, resume: bool, workers: int = 0) -> tuple[Any, ...]:
+    """Train for so many steps in all, on ranks with randomness of their own; save at the end."""
+    seed_everything(7)
+    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    if resume:
+        seed_everything(1234)
+        torch.manual_seed(99 + get_rank())
+    model = wrap_ddp(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60)
+    scaler = torch.amp.GradScaler("cpu")
+    loader = make_loader(data, batch_size=4, shuffle=True, num_workers=workers)
+    parts: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "loader": loader,
+        "random": RandomStates(),
+    }
+    step = load_checkpoint(path, **parts)["step"] if resume else 0
+    losses, seen = [], []
+    while step < steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            x = x + 0.1 * torch.randn_like(x) * random.random() * np.random.rand()
+            loss = (model(x) - y).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            losses.append(loss.item())
+            seen.append(y.flatten().tolist())
+            step += 1
+            if step == steps:
+                break
+    save_checkpoint(path, step=step, **parts)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, seen, weights, scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("stop", [5, 8, 11])
+def test_a_resumed_training_is_bit_equal_to_one_that_was_never_interrupted(
+    stop: int, tmp_path: Path
+) -> None:
+    whole = run_distributed(train, str(tmp_path / "whole.pt"), 20, False)
+    first = run_distributed(train, str(tmp_path / "last.pt"), stop, False)
+    second = run_distributed(train, str(tmp_path / "last.pt"), 20, True)
+    for rank in range(2):
+        assert first[rank][0] + second[rank][0] == whole[rank][0]
+        assert first[rank][1] + second[rank][1] == whole[rank][1]
+        torch.testing.assert_close(second[rank][2], whole[rank][2], rtol=0, atol=0)
+        assert second[rank][3] == whole[rank][3]
+    assert whole[0][0] != whole[1][0]

@@ -1,0 +1,324 @@
+"""Attributes, copies and compilation of a wrapped model; what it refuses to run."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP imports it; so every rank finds it loaded
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_utils import DistributedError, RankFailedError, check_in_sync, unwrap, wrap_ddp
+from ddp_utils.models.wrapper import WrappedModel
+from ddp_utils.testing import run_distributed
+
+
+class Model(nn.Module):
+    """A model with attributes of many kinds."""
+
+    limit = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("offset", torch.zeros(2))
+        self.note = "mine"
+        self.logger = "shadowed by DDP's"
+        self.seen = 0
+        self._half = 0.5
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.seen
+
+    @doubled.setter
+    def doubled(self, value: int) -> None:
+        self.seen = value // 2
+
+    @property
+    def broken(self) -> int:
+        raise RuntimeError("a property that fails")
+
+    def method(self) -> str:
+        return self.note
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.offset
+
+
+def attributes() -> str:
+    bare = Model()
+    model = wrap_ddp(bare)
+    assert model.note == "mine"
+    assert model.method() == "mine"
+    assert model.limit == 3
+    assert model._half == 0.5
+    assert model.layer is bare.layer
+    assert model.offset is bare.offset
+
+    model.note = "changed"
+    model.doubled = 8
+    model._half = 0.25
+    model.limit = 4
+    model.offset = torch.ones(2)
+    assert (bare.note, bare.seen, bare._half, bare.limit) == ("changed", 4, 0.25, 4)
+    assert model.doubled == 8
+    assert dict(bare.named_buffers())["offset"] is model.offset
+    assert Model.limit == 3
+
+    model.fresh = 1  # the model has no such name: it stays on the wrapper, as in torch
+    assert not hasattr(bare, "fresh")
+    assert model.fresh == 1
+    del model.fresh
+    del model.note
+    assert not hasattr(bare, "note")
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'note'"):
+        _ = model.note
+    with pytest.raises(AttributeError):
+        del model.note
+    with pytest.raises(RuntimeError, match="a property that fails"):
+        _ = model.broken
+    assert {"layer", "doubled", "no_sync"} <= set(dir(model))
+    return "seen"
+
+
+def test_attributes_are_the_models() -> None:
+    assert run_distributed(attributes, world_size=1) == ["seen"]
+
+
+def torchs_own() -> str:
+    bare = Model()
+    model: Any = wrap_ddp(bare)
+    model.require_backward_grad_sync = False
+    model.train(False)
+    assert not bare.training
+    assert not model.training
+    assert not hasattr(bare, "require_backward_grad_sync")
+    assert model.logger is not bare.logger
+    assert model.shadowed_names() == ["logger"]
+    assert list(model.state_dict()) == ["module.offset", "module.layer.weight", "module.layer.bias"]
+    assert not hasattr(model, "__len__")
+    assert not hasattr(model, "buffer_hook")
+    model.module = bare
+    assert model.module is bare
+    bare.buffer_hook = "torch asks for it"
+    assert not hasattr(model, "buffer_hook")
+    model.eval()(torch.ones(1, 2))
+    return "seen"
+
+
+def test_torchs_own_names_stay_the_wrappers() -> None:
+    assert run_distributed(torchs_own, world_size=1) == ["seen"]
+
+
+def shadow_log() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ddp_utils")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    wrap_ddp(Model())
+    return [line for line in lines if "own" in line]
+
+
+def test_shadowed_names_are_logged_once() -> None:
+    first, second = run_distributed(shadow_log)
+    assert len(first) == 1
+    assert "unwrap(model).logger" in first[0]
+    assert second == []
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def negate(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(-bucket.buffer())
+    return future
+
+
+def copies() -> list[str]:
+    model = wrap_ddp(Model(), comm_hook=negate)
+    model(batch()).sum().backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    made = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+    for other in made:
+        assert type(other) is WrappedModel
+        assert other.module is not model.module
+        other.note = "the copy's"
+        assert model.note == "mine"
+        assert unwrap(other).note == "the copy's"
+        for a, b in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert a is not b
+        other.zero_grad()
+        other(torch.ones(1, 2)).sum().backward()  # negated, not averaged: the hook came along
+        assert (unwrap(other).layer.weight.grad == -1).all()
+    if dist.get_rank() == 0:  # copying is no collective
+        copy.deepcopy(model)
+    return [str(pickle.dumps(unwrap(model))[:1])]
+
+
+def test_copies_are_wrapped_models_of_their_own() -> None:
+    run_distributed(copies)
+
+
+def pickled() -> bytes:
+    return pickle.dumps(wrap_ddp(Model()))
+
+
+def test_a_pickle_that_is_loaded_without_a_group_comes_out_bare() -> None:
+    model = pickle.loads(run_distributed(pickled)[0])
+    assert type(model) is Model
+    assert model.note == "mine"
+
+
+def copy_what_cannot_be() -> str:
+    for model in (
+        wrap_ddp(Model(), process_group=dist.new_group([0])),
+        wrap_ddp(Model(), comm_hook="post_local_sgd"),
+    ):
+        with pytest.raises(TypeError, match=r"copy unwrap\(model\)"):
+            copy.deepcopy(model)
+    return "refused"
+
+
+def test_what_belongs_to_its_groups_is_not_copied() -> None:
+    assert run_distributed(copy_what_cannot_be, world_size=1) == ["refused"]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.note = "mine"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return self.norm(y)
+
+
+def compiled_ways() -> list[Any]:
+    made: list[Any] = []
+    for way in ("inner", "outer", "in place before", "in place after"):
+        torch._dynamo.reset()
+        bare: Any = Normed()
+        if way == "inner":
+            bare = torch.compile(bare, backend="aot_eager")
+        if way == "in place before":
+            bare.compile(backend="aot_eager")
+        model: Any = wrap_ddp(bare)
+        if way == "outer":
+            model = torch.compile(model, backend="aot_eager")
+        if way == "in place after":
+            model.compile(backend="aot_eager")
+        made.append(model)
+        for _ in range(13):
+            model.zero_grad()
+            model(batch()).square().sum().backward()
+            check_in_sync(model)
+        assert model.note == "mine"
+        model.note = "changed"
+        assert unwrap(model).note == "changed"
+        assert int(unwrap(model).norm.num_batches_tracked) == 13
+        model.eval()
+        if dist.get_rank() == 0:
+            model(batch())
+    return [float(unwrap(m).mean.sum()) for m in made]
+
+
+@pytest.mark.slow
+def test_compiled_before_and_after_wrapping() -> None:
+    ours, theirs = run_distributed(compiled_ways)
+    assert ours == theirs
+
+
+def evaluate_alone_and_unevenly() -> float:
+    model = wrap_ddp(Normed())
+    model(batch()).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3 * dist.get_rank()):
+            model(batch())
+    if dist.get_rank() == 0:
+        model(batch())
+    model.train()
+    model(batch()).sum().backward()
+    check_in_sync(model)
+    model.eval()
+    return float(model(torch.ones(2, 2)).sum())
+
+
+def test_every_rank_evaluates_alone_the_same_model() -> None:
+    ours, theirs = run_distributed(evaluate_alone_and_unevenly)
+    assert ours == theirs
+
+
+def walk_an_uneven_loader() -> str:
+    # What the data's side tells, whoever tells it.
+    walked = types.ModuleType("ddp_utils.data.loaders")
+    walked.uneven_pass_in_progress = lambda: "the loader at train.py:3"  # type: ignore[attr-defined]
+    model = wrap_ddp(Normed())
+    before = sys.modules.get("ddp_utils.data.loaders")
+    sys.modules["ddp_utils.data.loaders"] = walked
+    try:
+        model.eval()(batch())
+        with pytest.raises(DistributedError) as caught:
+            model.train()(batch())
+        with model.join():
+            model(batch()).sum().backward()
+    finally:
+        sys.modules.pop("ddp_utils.data.loaders")
+        if before is not None:
+            sys.modules["ddp_utils.data.loaders"] = before
+    return str(caught.value)
+
+
+def test_no_training_while_an_uneven_loader_is_walked() -> None:
+    for rank, text in enumerate(run_distributed(walk_an_uneven_loader)):
+        assert text.startswith(f"rank {rank}: a training forward while the loader at train.py:3")
+        assert "pad=True" in text
+
+
+def leave_one_batch_out() -> None:
+    model = wrap_ddp(nn.Linear(2, 2))
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            raise ZeroDivisionError("the true cause")
+        model(batch()).sum().backward()
+
+
+def test_a_rank_that_raises_in_training_ends_the_job_with_its_error() -> None:
+    with pytest.raises(RankFailedError, match="the true cause") as caught:
+        run_distributed(leave_one_batch_out, timeout=30)
+    assert caught.value.rank == 1
+
+
+def is_ddp() -> list[bool]:
+    model = wrap_ddp(nn.Linear(2, 2))
+    return [isinstance(model, DistributedDataParallel), hasattr(model, "no_sync")]
+
+
+def test_it_is_a_distributed_data_parallel() -> None:
+    assert run_distributed(is_ddp, world_size=1) == [[True, True]]

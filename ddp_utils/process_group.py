@@ -93,7 +93,8 @@ def init_distributed(
     agreed_seed()
     introduce()
     if world.rank == 0 and world.world_size > 1 and not settings.QUIET.get():
-        print(_start_line(world, backend, device), file=sys.stderr, flush=True)
+        lines = [_start_line(world, backend, device), *_remarks(world, device)]
+        print("\n".join(f"ddp_utils: {line}" for line in lines), file=sys.stderr, flush=True)
     return current_world()
 
 
@@ -306,6 +307,16 @@ def _gloo_uses(interface: str | None, *, for_good: bool) -> Iterator[None]:
 def _start_line(world: World, backend: str, device: torch.device) -> str:
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes"
     return (
-        f"ddp_utils: {world.world_size} ranks on {nodes}, launcher {world.launcher}, "
+        f"{world.world_size} ranks on {nodes}, launcher {world.launcher}, "
         f"backend {backend}, {device.type} devices, {torch.get_num_threads()} threads a rank"
     )
+
+
+def _remarks(world: World, device: torch.device) -> list[str]:
+    """Return what looks like a mistake about devices, though it may be meant."""
+    visible = devices.visible_devices(device.type)
+    found = (
+        devices.idle_devices(world.launcher, world.local_world_size, visible),
+        devices.shown_too_late(visible, os.environ),
+    )
+    return [each for each in found if each is not None]

@@ -17,6 +17,8 @@ __all__ = [
     "choose_device",
     "has_devices_of_its_own",
     "identity",
+    "idle_devices",
+    "shown_too_late",
     "show_only",
     "visible_devices",
 ]
@@ -83,6 +85,37 @@ def has_devices_of_its_own(launcher: str, local_rank: int, environ: Mapping[str,
     if launcher in ("slurm", "mpi"):
         return True
     return any(environ.get(name) == str(local_rank) for name in VISIBLE)
+
+
+def idle_devices(launcher: str, local_world_size: int, visible: int) -> str | None:
+    """Return a warning where Slurm or MPI started fewer ranks on a machine than it has devices.
+
+    >>> idle_devices("slurm", 4, 4)
+    """
+    if launcher not in ("slurm", "mpi") or local_world_size >= visible:
+        return None
+    option = "--ntasks-per-node" if launcher == "slurm" else "--npernode"
+    return (
+        f"{local_world_size} rank{'s' if local_world_size > 1 else ''} on this machine, and "
+        f"{visible} devices visible to each: the others stay idle. For a rank on each device "
+        f"start with {option}={visible}, or start torchrun once on each machine."
+    )
+
+
+def shown_too_late(visible: int, environ: Mapping[str, str]) -> str | None:
+    """Return a warning where a variable that hides devices was set after they had been counted.
+
+    >>> shown_too_late(2, {"CUDA_VISIBLE_DEVICES": "4,5"})
+    """
+    for name in VISIBLE[:3]:
+        chosen = environ.get(name, "").split(",")
+        if environ.get(name) and len(set(chosen)) < visible:
+            return (
+                f"{name}={environ[name]} names {len(set(chosen))} and {visible} devices are "
+                "visible: it was set after the first use of a device, which is too late. Set it "
+                "before the start, or give distributed_main its devices= argument."
+            )
+    return None
 
 
 def identity(device: torch.device) -> str | None:

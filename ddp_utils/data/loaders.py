@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -19,6 +18,7 @@ from torch.utils.data import (
 )
 
 from ddp_utils.agree.by_word import first_word, new_topic
+from ddp_utils.agree.loggers import get_logger
 from ddp_utils.agree.seeding import given_seed
 from ddp_utils.data.iterable import IterableShard, shard_iterable
 from ddp_utils.data.passes import DistributedLoader, uneven_pass_in_progress
@@ -29,13 +29,13 @@ from ddp_utils.data.stream_turns import StreamTurns
 from ddp_utils.data.worker_init import WorkerInit
 from ddp_utils.data.wrapped import WrappedSampler, shard_batch_sampler
 from ddp_utils.world.devices import accelerator_type
-from ddp_utils.world.world import get_rank, get_world_size, is_rank_zero
+from ddp_utils.world.world import get_rank, get_world_size
 
 T = TypeVar("T")
 
 __all__ = ["make_loader", "uneven_pass_in_progress"]
 
-_logger = logging.getLogger("ddp_utils")
+_logger = get_logger("ddp_utils.data")
 
 
 def make_loader(
@@ -265,5 +265,4 @@ def _samples(loader: DistributedLoader) -> int | None:
 
 @cache
 def _log_once(message: str) -> None:
-    if is_rank_zero():
-        _logger.info(message)
+    _logger.info(message)

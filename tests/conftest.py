@@ -17,8 +17,12 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
+def nothing_is_left_behind(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Fail a test that leaves ranks, files of this package, or environment variables behind."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))  # no other test's files
+    monkeypatch.setattr(tempfile, "tempdir", None)
     before = _variables(), _files()
     yield
     assert (_variables(), _files()) == before

@@ -24,9 +24,11 @@ class BatchNormOfAnyShape(nn.BatchNorm2d):
 
 def convert_sync_batchnorm(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Return the model with ``SyncBatchNorm`` layers that remember what they were."""
-    plain = {name: type(layer) for name, layer in model.named_modules() if _is_plain(layer)}
+    # Also of a layer in two places, of which torch makes two.
+    parts = model.named_modules(remove_duplicate=False)
+    plain = {name: type(layer) for name, layer in parts if _is_plain(layer)}
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
-    for name, layer in model.named_modules():
+    for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, nn.SyncBatchNorm) and name in plain:
             setattr(layer, PLAIN_CLASS, plain[name])
     return model

@@ -1,0 +1,354 @@
+"""Buffers of all ranks after a training forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP imports it; so every rank finds it loaded
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_utils import RanksDisagreeError, accumulate, check_in_sync, unwrap, wrap_ddp
+from ddp_utils.models.buffers import Held, Message
+from ddp_utils.testing import run_distributed
+
+
+class Buffered(nn.Module):
+    """A buffer of every kind: constant, running statistics, changed in place, assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.BatchNorm1d(3)
+        self.instance = nn.InstanceNorm1d(3, track_running_stats=True)
+        self.register_buffer("mask", torch.arange(3.0))
+        self.register_buffer("in_place", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("anew", torch.ones(3))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("nothing", None)
+        self.frozen.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.frozen(self.norm(self.layer(x)))
+        y = self.instance(y.t().unsqueeze(0)).squeeze(0).t()
+        if self.training:
+            self.count += 1
+            self.in_place.mul_(0.5).add_(y.detach().mean(0))
+            self.anew = self.anew + y.detach().square().mean(0)
+            self.flags.copy_(y.detach()[0] > 0)
+            self.phase += y.detach().mean(0) * 1j
+        return y * self.anew + self.mask
+
+
+def batch(step: int = 0, rows: int = 5) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(rows, 2, generator=seed)
+
+
+def buffers_of(model: Any) -> dict[str, Any]:
+    return {name: b.tolist() for name, b in unwrap(model).named_buffers()}
+
+
+def train_buffered(steps: int = 5) -> list[Any]:
+    model: Any = wrap_ddp(Buffered())
+    model.frozen.eval()
+    found = []
+    for step in range(steps):
+        model.zero_grad()
+        model(batch(step)).square().sum().backward()
+        check_in_sync(model)
+        found.append(buffers_of(model))
+    planned = model._buffers_of_all._planned
+    return [found, sorted(planned)]
+
+
+def test_changed_buffers_are_the_same_after_every_forward() -> None:
+    ours, theirs = run_distributed(train_buffered)
+    assert ours == theirs
+    found, planned = ours
+    changing = {"in_place", "anew", "flags", "phase", "count"}
+    layers = {f"norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(planned) >= changing | layers
+    assert {"instance.running_mean", "instance.running_var"} <= set(planned)
+    assert {"mask", *(f"frozen.{n}" for n in ("running_mean", "running_var"))}.isdisjoint(planned)
+    assert found[0] != found[1]
+
+
+def rank_zeros_alone() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = wrap_ddp(Buffered())
+    model.frozen.eval()
+    for step in range(3):
+        model(batch(step)).square().sum().backward()
+    return buffers_of(model)
+
+
+def test_the_values_are_rank_zeros() -> None:
+    alone = run_distributed(rank_zeros_alone, world_size=1)[0]
+    ours, theirs = run_distributed(rank_zeros_alone)
+    assert ours == theirs
+    for name, values in alone.items():
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(values))
+
+
+def plain_and_ours() -> list[bool]:
+    found = []
+    for wrap in (DistributedDataParallel, wrap_ddp):
+        model = wrap(Buffered())
+        model(batch()).square().sum().backward()
+        everybodys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, buffers_of(model))
+        found.append(everybodys[0] == everybodys[1])
+    return found
+
+
+def test_in_plain_torch_each_rank_would_save_another_model() -> None:
+    assert run_distributed(plain_and_ours) == [[False, True]] * 2
+
+
+def counted(calls: list[str]) -> None:
+    """Count the collectives that are called from now on."""
+    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"):
+        original = getattr(dist, name)
+
+        def spy(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, spy)
+
+
+def one_message_per_step() -> list[Any]:
+    model: Any = wrap_ddp(Buffered())
+    unbuffered: Any = wrap_ddp(nn.Linear(2, 2))
+    constant: Any = wrap_ddp(Buffered().eval())
+    for step in range(4):
+        model(batch(step)).sum().backward()
+        unbuffered(batch(step)).sum().backward()
+    calls: list[str] = []
+    counted(calls)
+    found = []
+    for each in (model, unbuffered):
+        each(batch(9)).sum().backward()
+        found.append(calls.copy())
+        calls.clear()
+    constant.eval()
+    constant(batch(9))
+    found.append(calls.copy())
+    for step in range(3):
+        with accumulate(model, step, every=4):
+            model(batch(step)).sum().backward()
+    found.append(calls.copy())
+    return found
+
+
+def test_one_small_message_in_a_step_and_none_in_evaluation_or_accumulation() -> None:
+    assert run_distributed(one_message_per_step) == [[["all_reduce"], [], [], []]] * 2
+
+
+class OnSomeRanks(nn.Module):
+    """Changes a buffer on one rank only, as data may decide."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("hits", torch.zeros(2))
+        self.on = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == self.on:
+            self.hits += 1
+        return self.layer(x)
+
+
+def changed_by_some() -> list[Any]:
+    found = []
+    for rank in range(dist.get_world_size()):
+        model = wrap_ddp(OnSomeRanks(rank))
+        for step in range(4):
+            model(batch(step)).sum().backward()
+            check_in_sync(model)
+        found.append(buffers_of(model)["hits"])
+    return found
+
+
+def test_a_buffer_that_one_rank_changes_is_rank_zeros_on_all() -> None:
+    assert run_distributed(changed_by_some, world_size=3) == [[[4, 4], [0, 0], [0, 0]]] * 3
+
+
+class Caching(nn.Module):
+    """Registers a buffer in its first forward, and lets it grow with its input."""
+
+    def __init__(self, own_length: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.own_length = own_length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = len(x) + (dist.get_rank() if self.own_length else 0)
+        if not hasattr(self, "cache") or len(self.cache) < length:
+            self.register_buffer("cache", torch.full((length,), 1.0 + dist.get_rank()))
+        return self.layer(x)
+
+
+def growing_buffers() -> list[Any]:
+    model = wrap_ddp(Caching(own_length=False))
+    found = []
+    for rows in (2, 3, 3, 5, 6, 6):
+        model(batch(rows, rows)).sum().backward()
+        check_in_sync(model)
+        found.append(buffers_of(model)["cache"])
+    return found
+
+
+def unlike_buffers() -> str:
+    model = wrap_ddp(Caching(own_length=True))
+    with pytest.raises(RanksDisagreeError) as caught:
+        model(batch(rows=2))
+    return str(caught.value)
+
+
+def test_buffers_that_come_and_grow() -> None:
+    expected = [[1.0] * rows for rows in (2, 3, 3, 5, 6, 6)]
+    assert run_distributed(growing_buffers) == [expected] * 2
+
+
+def test_buffers_of_other_shapes_are_the_same_error_on_all_ranks() -> None:
+    ours, theirs = run_distributed(unlike_buffers)
+    assert ours == theirs
+    assert "cache: float32 (2,) on rank 0; float32 (3,) on rank 1" in ours
+    assert "plain attribute" in ours
+
+
+class Shared(nn.Module):
+    """One buffer in two places, which must stay one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("first", torch.zeros(2))
+        self.part = nn.Module()
+        self.part.register_buffer("second", self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.add_(x.mean(0))
+        return self.layer(x)
+
+
+def shared_buffers() -> list[Any]:
+    model: Any = wrap_ddp(Shared())
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    return [model.first is model.part.second, model.first.tolist()]
+
+
+def test_a_buffer_in_two_places_stays_one() -> None:
+    ours, theirs = run_distributed(shared_buffers)
+    assert ours == theirs
+    assert ours[0] is True
+
+
+def without_gradients() -> list[Any]:
+    model: Any = wrap_ddp(Buffered())
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        for step in range(2):
+            with context:
+                out = model(batch(step))
+            check_in_sync(model)
+    out.sum().backward()
+    return [buffers_of(model), any(b.is_inference() for b in model.buffers())]
+
+
+def test_training_forwards_without_gradients_count_too() -> None:
+    ours, theirs = run_distributed(without_gradients)
+    assert ours == theirs
+    assert ours[1] is False
+
+
+def normalised() -> list[Any]:
+    model: Any = wrap_ddp(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), nn.BatchNorm1d(2)))
+    weighted: Any = wrap_ddp(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+    for step in range(3):
+        for each in (model, weighted):
+            each.zero_grad()
+            (each(batch(step)).square().sum() + each(batch(step + 9)).sum()).backward()
+            check_in_sync(each)
+    return [buffers_of(model), buffers_of(weighted)]
+
+
+def test_two_forwards_of_spectral_norm_and_batch_norm() -> None:
+    ours, theirs = run_distributed(normalised)
+    assert ours == theirs
+
+
+def joined(sync_buffers: bool) -> list[Any]:
+    model: Any = wrap_ddp(Buffered(), sync_buffers=sync_buffers)
+    with model.join():
+        for step in range(2 + 2 * dist.get_rank()):
+            model(batch(step)).square().sum().backward()
+    return [buffers_of(model)]
+
+
+def test_uneven_inputs_by_join() -> None:
+    ours, theirs = run_distributed(joined, True)
+    assert ours == theirs
+    ours, theirs = run_distributed(joined, False)
+    assert ours != theirs
+
+
+def on_three_ranks() -> list[Any]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    model = wrap_ddp(Buffered(), process_group=group)
+    for step in range(3):
+        model(batch(step)).square().sum().backward()
+        check_in_sync(model)
+    return [buffers_of(model)]
+
+
+def test_in_a_group_of_some_ranks_its_first_ranks_values_win() -> None:
+    _, ours, theirs = run_distributed(on_three_ranks, world_size=3)
+    assert ours == theirs
+
+
+dtypes = st.sampled_from(
+    [torch.float32, torch.float64, torch.bool, torch.int64, torch.float16, torch.complex128]
+)
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=3), st.tuples(shapes, dtypes), max_size=5), st.data())
+def test_a_message_carries_every_buffer_bit_by_bit(specs: Any, data: Any) -> None:
+    def held() -> dict[str, Held]:
+        made = {}
+        for name, (shape, dtype) in specs.items():
+            tensor = torch.empty(shape, dtype=dtype)
+            raw = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor
+            raw.copy_(torch.randint(0, 2, raw.shape))
+            owner = nn.Module()
+            owner.register_buffer("held", tensor)
+            made[name] = Held(tensor, [(owner, "held")])
+        return made
+
+    flags = data.draw(st.lists(st.integers(0, 1), max_size=5))
+    source, target = held(), held()
+    sent = Message(len(flags), specs, torch.device("cpu"))
+    received = Message(len(flags), specs, torch.device("cpu"))
+    sent.fill(flags, source)
+    received.fill([], {})
+    received.bytes.copy_(torch.maximum(sent.bytes, received.bytes))
+    received.deliver(target)
+    assert received.flags.tolist() == flags
+    for name, h in target.items():
+        assert torch.equal(h.tensor, source[name].tensor)
+        assert h.places[0][0].held is h.tensor

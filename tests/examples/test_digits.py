@@ -74,3 +74,11 @@ def test_torchrun_trains_the_same(tmp_path: Path) -> None:
         check=True,
     )
     assert torchrun.stdout == alone.stdout
+
+
+def test_the_readme_shows_the_real_diff() -> None:
+    readme = (DIGITS.parents[1] / "README.md").read_text()
+    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    before, after = ((DIGITS / name).read_text().splitlines() for name in ("before.py", "after.py"))
+    changed = [line[0] + line[2:] for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert sorted(line for line in shown if line and line[0] in "+-") == sorted(changed)

@@ -42,11 +42,11 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def flatten(tree: Any) -> tuple[Hashable, list[Any]]:
     """Return the tree's structure and its leaves, in canonical order.
 
-    The structure is hashable: it is None for a leaf, else the kind of path step, the keys in
-    canonical order and the structures below them.
+    The structure is hashable: None for a leaf, else the steps of the paths from here, and the
+    structures that they lead to.
 
     >>> flatten({"b": 1, "a": [2]})
-    (('[]', ('a', 'b'), (('[]', (0,), (None,)), None)), [2, 1])
+    ((("['a']", "['b']"), ((('[0]',), (None,)), None)), [2, 1])
     """
     leaves: list[Any] = []
     return _flatten(tree, leaves), leaves
@@ -61,11 +61,11 @@ def paths_of(structure: Any, path: str = "") -> list[str]:
     """Return the path of each leaf, in canonical order."""
     if structure is None:
         return [path]
-    step, keys, below = structure
-    paths: list[str] = []
-    for key, child in zip(keys, below, strict=True):
-        paths += paths_of(child, f"{path}.{key}" if step == "." else f"{path}[{key!r}]")
-    return paths
+    return [
+        longer
+        for step, below in zip(*structure, strict=True)
+        for longer in paths_of(below, path + step)
+    ]
 
 
 def merge(trees: Sequence[Any], path: str = "") -> Any:
@@ -80,87 +80,102 @@ def merge(trees: Sequence[Any], path: str = "") -> Any:
     {'a': 1, 'b': {'c': 2, 'd': 4}}
     """
     first = trees[0]
-    splits = [split(tree) if (split := _SPLITS[type(tree)]) else None for tree in trees]
-    if not any(splits):
-        return first
     if all(isinstance(tree, Mapping) for tree in trees):
         merged: Any = copy.copy(first)
         for key in dict.fromkeys(key for tree in trees for key in tree):
             merged[key] = merge([tree[key] for tree in trees if key in tree], f"{path}[{key!r}]")
         return merged
-    if not all(splits) or len({split[:2] for split in splits if split}) > 1:
+    steps, keys, _ = _split(first)
+    if any(_split(tree)[0] != steps for tree in trees):
         raise ValueError(path)
-    step, keys, _ = splits[0]  # type: ignore[misc]  # all of them are there
-    children = []
-    for key, *each in zip(keys, *(split[2] for split in splits if split), strict=True):
-        children.append(merge(each, f"{path}.{key}" if step == "." else f"{path}[{key!r}]"))
-    return _rebuild(first, keys, children)
+    if not steps:
+        return first
+    below = zip(*(_split(tree)[2] for tree in trees), strict=True)
+    return _rebuild(
+        first, keys, [merge(each, path + step) for step, each in zip(steps, below, strict=True)]
+    )
+
+
+Steps = tuple[str, ...]
+Splitter = Callable[[Any], tuple[Steps, Sequence[Any], Sequence[Any]]]
+
+
+def _split(node: Any) -> tuple[Steps | None, Sequence[Any], Sequence[Any]]:
+    """Return a container's steps, keys and children, in canonical order; no steps for a leaf."""
+    splitter = _SPLITTERS[type(node)]
+    return (None, (), ()) if splitter is None else splitter(node)
 
 
 def _flatten(node: Any, leaves: list[Any]) -> Any:
-    split = _SPLITS[type(node)]
-    if split is None:
+    splitter = _SPLITTERS[type(node)]
+    if splitter is None:
         leaves.append(node)
         return None
-    step, keys, children = split(node)
-    return step, keys, tuple([_flatten(child, leaves) for child in children])
+    steps, _, children = splitter(node)
+    return steps, tuple([_flatten(child, leaves) for child in children])
 
 
 def _unflatten(node: Any, structure: Any, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
-    _, keys, below = structure
+    _, keys, children = _split(node)
+    _, below = structure
     if any(below):
-        _, _, children = _SPLITS[type(node)](node)  # type: ignore[misc]  # a container splits
         new = [_unflatten(*pair, leaves) for pair in zip(children, below, strict=True)]
     else:
         new = list(islice(leaves, len(below)))
     return _rebuild(node, keys, new)
 
 
-Split = Callable[[Any], tuple[str, tuple[Any, ...], Sequence[Any]]]
+class _Splitters(dict[type, "Splitter | None"]):
+    """What splits the containers of a type, found once for each; None for a leaf's type."""
+
+    def __missing__(self, kind: type) -> Splitter | None:
+        self[kind] = splitter = _splitter_for(kind)
+        return splitter
 
 
-class _Splits(dict[type, "Split | None"]):
-    """What splits a container of a type into (step, keys, children); None for a leaf's type."""
-
-    def __missing__(self, kind: type) -> Split | None:
-        self[kind] = split = _how_to_split(kind)
-        return split
-
-
-def _how_to_split(kind: type) -> Split | None:
+def _splitter_for(kind: type) -> Splitter | None:
     if issubclass(kind, Mapping):
         return _split_mapping
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         fields = kind._fields
-        return lambda node: (".", fields, node)
+        dotted = tuple(f".{name}" for name in fields)
+        return lambda node: (dotted, fields, node)
     if issubclass(kind, (list, tuple)):
-        return lambda node: ("[]", tuple(range(len(node))), node)
+        return lambda node: (_numbered(len(node)), range(len(node)), node)
     if dataclasses.is_dataclass(kind):
         names = tuple(field.name for field in dataclasses.fields(kind))
-        return lambda node: (".", names, [getattr(node, name) for name in names])
+        dotted = tuple(f".{name}" for name in names)
+        return lambda node: (dotted, names, [getattr(node, name) for name in names])
     return None
 
 
-_SPLITS = _Splits()
+_SPLITTERS = _Splitters()
 
 
-def _split_mapping(node: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
-    keys = _in_order(tuple(node))
-    return "[]", keys, [node[key] for key in keys]
+def _split_mapping(node: Mapping[Any, Any]) -> tuple[Steps, tuple[Any, ...], list[Any]]:
+    steps, keys = _in_order(tuple(node), tuple(map(type, node)))
+    return steps, keys, [node[key] for key in keys]
 
 
 @lru_cache(maxsize=256)
-def _in_order(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(sorted(keys, key=_canonical))
+def _in_order(keys: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Steps, tuple[Any, ...]]:
+    """Return the steps and the keys of a mapping; their types tell 1 from True in the cache."""
+    ordered = tuple(sorted(keys, key=_canonical))
+    return tuple(f"[{key!r}]" for key in ordered), ordered
 
 
 def _canonical(key: Any) -> tuple[str, str]:
     return type(key).__name__, key if isinstance(key, str) else repr(key)
 
 
-def _rebuild(node: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
+@lru_cache(maxsize=256)
+def _numbered(length: int) -> Steps:
+    return tuple(f"[{index}]" for index in range(length))
+
+
+def _rebuild(node: Any, keys: Sequence[Any], children: list[Any]) -> Any:
     """Return a container like ``node`` that holds ``children``."""
     kind = type(node)
     if kind is dict:

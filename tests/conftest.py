@@ -17,15 +17,15 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a test that leaves ranks, files of this package, or environment variables behind."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))  # no other test's files
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    before = _variables(), _files()
-    yield
-    assert (_variables(), _files()) == before
+    # A patch of its own: the fixture's would undo the test's changes only after the comparison.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))  # no other test's files
+        patch.setattr(tempfile, "tempdir", None)
+        before = _variables(), _files()
+        yield
+        assert (_variables(), _files()) == before
     servers = psutil.Process().children()
     assert [rank for server in servers for rank in server.children(recursive=True)] == []
 

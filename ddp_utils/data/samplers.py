@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     Dataset,
     DistributedSampler,
@@ -77,11 +77,13 @@ def make_sampler(
         raise TypeError(_NOT_THESE[isinstance(data, IterableDataset)].format(describe(data)))
     if type(data) is SequentialSampler:
         data, shuffle = data.data_source, False  # type: ignore[assignment]  # has a length
-    if isinstance(data, Sampler) or not hasattr(data, "__getitem__"):
-        if isinstance(data, Iterable):
-            pad = not drop_last if pad is None else pad
-            return WrappedSampler(data, pad=pad, drop_last=drop_last, seed=seed)
-        data = range(_checked_length(data))
+    if isinstance(data, (int, np.integer)):
+        data = _range(int(data))
+    if isinstance(data, Sampler) or (
+        isinstance(data, Iterable) and not hasattr(data, "__getitem__")
+    ):
+        pad = not drop_last if pad is None else pad
+        return WrappedSampler(data, pad=pad, drop_last=drop_last, seed=seed)
     if not isinstance(data, Sized):
         raise TypeError(
             f"{describe(data)} has no length to share out: give it a __len__, pass a length or a "
@@ -99,16 +101,10 @@ _NOT_THESE = {
 }
 
 
-def _checked_length(data: object) -> int:
-    try:
-        length = operator.index(data)  # type: ignore[arg-type]  # what it raises is the check
-    except TypeError:
-        raise TypeError(
-            f"make_sampler takes a dataset, a length or a sampler, not {describe(data)}"
-        ) from None
+def _range(length: int) -> range:
     if length < 0:
         raise ValueError(f"make_sampler got a length of {length}")
-    return length
+    return range(length)
 
 
 class ShardedSampler(ResumableSampler):

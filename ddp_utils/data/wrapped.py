@@ -143,9 +143,20 @@ class WrappedSampler(ResumableSampler):
                 self._compare(f"{walk.epoch}/start", drawn, items)
             if not items:
                 self._compare(f"{walk.epoch}/end", drawn, before)
+                self._refuse_nothing(drawn)
                 walk.end = drawn
                 return
             yield items
+
+    def _refuse_nothing(self, drawn: int) -> None:
+        """Raise where every rank would train on nothing, and succeed at it."""
+        if drawn == 0:
+            raise ValueError(f"{describe(self.dataset)} drew nothing")
+        if self.drop_last and drawn < self.num_replicas:
+            raise ValueError(
+                f"{describe(self.dataset)} made {drawn} draws for {self.num_replicas} ranks, so "
+                "with drop_last=True every rank gets none. Use fewer ranks or pad=True."
+            )
 
     def _compare(self, when: str, drawn: int, items: list[Any]) -> None:
         """Raise if another rank draws something else: it would repeat and lose samples."""

@@ -70,9 +70,10 @@ def _mode_of_old(target: Path) -> int | None:
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(f"{target} is a folder; name a file in it")
+        raise IsADirectoryError(errno.EISDIR, "a folder; name a file in it", os.fspath(target))
     if not stat.S_ISREG(mode):
-        raise OSError(f"{target} is a device or a pipe: only a file can be replaced in one step")
+        text = "a device or a pipe: only a file can be replaced in one step"
+        raise OSError(errno.EINVAL, text, os.fspath(target))
     return stat.S_IMODE(mode)
 
 

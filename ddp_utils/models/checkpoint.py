@@ -345,8 +345,13 @@ def _read(file: BinaryIO, path: StrPath, map_location: MapLocation, weights_only
             "because building it may run code. If you trust the file, "
             f"load_checkpoint({os.fspath(path)!r}, weights_only=False) reads it."
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise RuntimeError(f"{where}: it is no file of torch.save, or cut off ({error})") from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a broken file makes torch raise anything
+        raise RuntimeError(
+            f"{where}: {type(error).__name__}: {error}. So it is with a file that was cut off, or "
+            "that torch.save has not written."
+        ) from error
 
 
 def _refused_classes(file: BinaryIO) -> list[str]:

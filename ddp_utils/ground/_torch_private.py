@@ -33,8 +33,10 @@ __all__ = [
     "own_buffers",
     "reduced_parameters",
     "reducer_is_waiting",
+    "reduces_in_python",
     "skip_frame",
     "skip_frames",
+    "version_of",
 ]
 
 
@@ -114,6 +116,16 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients DDP averages, in the order of its own numbering."""
     parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     return cast("list[nn.Parameter]", parameters)
+
+
+def reduces_in_python(ddp: DistributedDataParallel) -> bool:
+    """Whether ``torch.compile`` was told to reduce gradients by itself, without DDP's reducer."""
+    return bool(ddp._use_python_reducer)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that changes with each in-place change; -1 where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def in_join(ddp: DistributedDataParallel) -> bool:

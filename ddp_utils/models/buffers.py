@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_utils.agree.facts import require_same_facts
-from ddp_utils.ground._torch_private import copy_all, own_buffers
+from ddp_utils.ground._torch_private import copy_all, own_buffers, version_of
 from ddp_utils.talk.exchange import Call
 
 __all__ = ["BufferSync"]
@@ -179,7 +179,7 @@ class BufferSync:
         layers: set[nn.Module] = set()
         for name, h in held.items():
             tensor, version = self._seen.get(name, (None, 0))
-            if h.tensor is not tensor or _version(tensor) != version:
+            if h.tensor is not tensor or version_of(tensor) != version:
                 changed.add(name)
                 layers.update(owner for owner, _ in h.places if isinstance(owner, RUNNING_STATS))
         if layers:
@@ -201,7 +201,7 @@ class BufferSync:
         return held
 
     def _remember(self, held: Mapping[str, Held]) -> None:
-        self._seen = {name: (h.tensor, _version(h.tensor)) for name, h in held.items()}
+        self._seen = {name: (h.tensor, version_of(h.tensor)) for name, h in held.items()}
 
 
 class Message:
@@ -245,11 +245,6 @@ class Message:
             for name, part in self.parts.items()
             if name in held and held[name].spec == (tuple(part.shape), part.dtype)
         ]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return a number that changes with each in-place change; -1 where nobody counts."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _aligned(size: int) -> int:

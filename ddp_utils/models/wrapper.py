@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils.callsite import refuse_in_section
-from ddp_utils.ground._torch_private import in_join, skip_frame, skip_frames
+from ddp_utils.ground._torch_private import in_join, reduces_in_python, skip_frame, skip_frames
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.unwrapping import uncompiled
 from ddp_utils.models.buffers import BufferSync
@@ -57,7 +57,7 @@ class WrappedModel(DistributedDataParallel):
                 self.module, self.parameters_to_ignore, self.process_group, self.device
             )
         self._watch: GradientWatch | None = None
-        if self.mixed_precision is None and not self._use_python_reducer:
+        if self.mixed_precision is None and not reduces_in_python(self):
             self._watch = GradientWatch(self)
         self._passes_on = True
 

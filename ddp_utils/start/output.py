@@ -6,75 +6,92 @@ come out behind their rank, or into a file, or straight through.
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-__all__ = ["LineForwarder", "Outputs"]
+__all__ = ["Forwarder", "Outputs"]
 
 TAIL = 40
 """How many lines of a failed rank's file are shown."""
 
 ATOMIC = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 
+PIPE_SIZE = 2**16
+LARGEST_PIPE = 2**20
+
 LONGEST = 2**16
 """A line is cut after so many bytes, so that no output can fill the memory."""
 
 
-class LineForwarder:
-    """Writes what comes out of one pipe as whole lines behind a prefix."""
+class Forwarder:
+    """Writes what comes out of one rank's pipe to a stream of this process, as it comes."""
 
-    def __init__(self, source: int, stream_name: str, prefix: str) -> None:
+    def __init__(self, source: int, stream_name: str) -> None:
         self.source = source
         self._stream_name = stream_name
-        self._prefix = prefix
-        self._rest = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> bool:
         """Forward what is there now; False at the end of the pipe."""
         try:
-            data = os.read(self.source, 2**16)
+            data = os.read(self.source, PIPE_SIZE)
         except BlockingIOError:
-            return True
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST:
-            lines, self._rest = [*lines, self._rest], b""
-        self._write(lines)
+            return False
+        self._take(data)
         return bool(data)
 
     def finish(self) -> None:
         """Forward what is left in the pipe now that its rank has ended, and close it.
 
-        Not until the pipe's end: what the rank has started may hold it open for ever.
+        Not until the pipe's end: what the rank has started may hold it open, and write for ever.
         """
         os.set_blocking(self.source, False)
-        while True:
-            try:
-                data = os.read(self.source, 2**16)
-            except BlockingIOError:
+        for _ in range(LARGEST_PIPE // PIPE_SIZE):
+            if not self.read():
                 break
-            if not data:
-                break
-            self._rest += data
-        *lines, rest = self._rest.split(b"\n")
-        self._write([*lines, rest] if rest else lines)
+        self._end()
         os.close(self.source)
 
-    def _write(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
+    def _take(self, data: bytes) -> None:
+        self._write([self._decoder.decode(data)])
+
+    def _end(self) -> None:
+        self._write([self._decoder.decode(b"", final=True)])
+
+    def _write(self, pieces: Iterable[str]) -> None:
         stream: TextIO | None = getattr(sys, self._stream_name)
         if stream is None:
             return
         try:
-            for text in _atomic(self._prefix, lines):
+            for text in pieces:
                 stream.write(text)
                 stream.flush()
         except (OSError, ValueError):
             pass  # the parent's stream is closed: the rank must not fail for it
+
+
+class LineForwarder(Forwarder):
+    """Writes it as whole lines behind a prefix."""
+
+    def __init__(self, source: int, stream_name: str, prefix: str) -> None:
+        super().__init__(source, stream_name)
+        self._prefix = prefix
+        self._rest = b""
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        self._write(_atomic(self._prefix, lines))
+
+    def _end(self) -> None:
+        if self._rest:
+            self._write(_atomic(self._prefix, [self._rest]))
 
 
 def _atomic(prefix: str, lines: list[bytes]) -> Iterator[str]:
@@ -103,21 +120,23 @@ class Outputs:
         self._log_dir = log_dir
         self.files: dict[int, str] = {}
 
-    def open(self, local_rank: int) -> tuple[list[int], list[LineForwarder]]:
+    def open(self, local_rank: int) -> tuple[list[int], list[Forwarder]]:
         """Return a rank's stdin, stdout and stderr, to be closed once it has them, and readers."""
         rank = self._first_rank + local_rank
-        if rank == 0:
-            return [_dup_or_null(0, os.O_RDONLY), *_terminal()], []
-        null = os.open(os.devnull, os.O_RDONLY)
-        if self._mode == "all":
-            return [null, *_terminal()], []
-        if self._mode == "rank_zero":
-            return [null, *self._file(rank)], []
-        streams, forwarders = [null], []
-        for name in ("stdout", "stderr"):
+        stdin = _dup_or_null(0, os.O_RDONLY) if rank == 0 else os.open(os.devnull, os.O_RDONLY)
+        if rank != 0 and self._mode == "rank_zero":
+            return [stdin, *self._file(rank)], []
+        prefix = f"[rank {rank}] " if rank != 0 and self._mode == "prefix" else ""
+        streams, forwarders = [stdin], []
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if not prefix and _is_descriptor(name, number):
+                streams.append(_dup_or_null(number, os.O_WRONLY))
+                continue
             source, sink = os.pipe()
             streams.append(sink)
-            forwarders.append(LineForwarder(source, name, f"[rank {rank}] "))
+            forwarders.append(
+                LineForwarder(source, name, prefix) if prefix else Forwarder(source, name)
+            )
         return streams, forwarders
 
     def tail(self, rank: int) -> str:
@@ -139,8 +158,17 @@ class Outputs:
         return [log, os.dup(log)]
 
 
-def _terminal() -> list[int]:
-    return [_dup_or_null(1, os.O_WRONLY), _dup_or_null(2, os.O_WRONLY)]
+def _is_descriptor(name: str, number: int) -> bool:
+    """Whether a stream of this process writes to its usual descriptor.
+
+    In a notebook, or where a test captures output, it does not, and only this process can write
+    to it.
+    """
+    stream: TextIO | None = getattr(sys, name)
+    try:
+        return stream is None or stream.fileno() == number
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _dup_or_null(number: int, flags: int) -> int:

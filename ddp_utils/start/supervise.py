@@ -22,7 +22,7 @@ from ddp_utils.start import server, verdict
 from ddp_utils.start.caught_signals import catching_signals
 from ddp_utils.start.entry import REPEAT, STACKS_SIGNAL, Job
 from ddp_utils.start.machines import OtherMachines
-from ddp_utils.start.output import LineForwarder, Outputs
+from ddp_utils.start.output import Forwarder, Outputs
 from ddp_utils.start.starter import ServerHandle
 from ddp_utils.start.transport import FrameReader, dumps, loads
 
@@ -45,7 +45,7 @@ class _Rank:
     local_rank: int
     channel: socket.socket
     stacks: IO[bytes]
-    forwarders: list[LineForwarder]
+    forwarders: list[Forwarder]
     reader: FrameReader = field(default_factory=FrameReader)
     reported: RankEnd | None = None
     payload: bytes = b""
@@ -262,7 +262,7 @@ class Supervisor:
         for number in rank.armed:
             self._caught.catch(number)
 
-    def _on_output(self, rank: _Rank, forwarder: LineForwarder) -> None:
+    def _on_output(self, rank: _Rank, forwarder: Forwarder) -> None:
         if rank.end is None and not forwarder.read():
             self._selector.unregister(forwarder.source)
 

@@ -23,6 +23,7 @@ TALK = """
         print("python", rank)
         print("stderr", rank, file=sys.stderr)
         os.write(1, b"native " + str(rank).encode())  # no end of line
+        ddp_utils.barrier()
         if rank == 1 and "fail" in sys.argv:
             raise ValueError("rank one")
 

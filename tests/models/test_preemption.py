@@ -331,3 +331,55 @@ def test_loader_workers_outlive_a_signal_to_the_whole_process_group(number: int)
     results = run_distributed(trains_with_workers, number)
     assert results[0] == results[1]
     assert results[0][1] == [0, 0]
+
+
+STOPPABLE = """
+    import os, sys, time
+    from ddp_utils import distributed_main, get_rank, load_checkpoint, save_checkpoint
+    from ddp_utils import stop_requested
+
+    @distributed_main
+    def main(path):
+        first = load_checkpoint(path, missing_ok=True).get("step", 0)
+        for step in range(first, 100_000):
+            time.sleep(0.005 * (1 + get_rank()))
+            if stop_requested():
+                break
+            if step == first:
+                print("pid", os.getpid(), flush=True)
+        time.sleep(0.8)  # longer than the grace that a failed job has
+        save_checkpoint(path, step=step, first=first)
+
+    if __name__ == "__main__":
+        main(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["parent", "one rank", "group"])
+def test_the_command_saves_and_ends_with_143(to: str, script: Any, tmp_path: Any) -> None:
+    path = tmp_path / "last.pt"
+    process = script(STOPPABLE).start(str(path), DDP_UTILS_GRACE="0.3")
+    pids = [int(process.stdout.readline().rpartition("pid")[2]) for _ in range(2)]
+    targets = {"parent": [process.pid], "one rank": pids[1:], "group": [process.pid, *pids]}[to]
+    for pid in targets:
+        os.kill(pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    held = torch.load(path)
+    assert held["first"] == 0
+    assert held["step"] > 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_command_ends_it_at_once(script: Any, tmp_path: Any) -> None:
+    slow = STOPPABLE.replace("0.8", "600")
+    process = script(slow).start(str(tmp_path / "last.pt"))
+    for _ in range(2):
+        assert "pid" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(stop_signals.REPEAT + 0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode in (143, -signal.SIGTERM)
+    assert list(tmp_path.glob("*.pt")) == []

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_utils.talk.packing import Leaf, Operation, result_dtype
+from ddp_utils.talk.packing import TOO_LARGE, Leaf, Operation, result_dtype
 
 __all__ = ["decode", "encode", "rebuild_bulk_leaf", "to_flat"]
 
@@ -25,38 +25,32 @@ SIGN_TO_ORDER = LARGEST
 """Flips all bits but the sign, and so turns the order of negative floats around."""
 
 
-def to_flat(value: Any, leaf: Leaf, device: torch.device) -> torch.Tensor:
-    """Return a leaf's numbers as one dimension of float64 or int64.
+def to_flat(operation: Operation, value: Any, leaf: Leaf) -> torch.Tensor:
+    """Return a leaf's numbers as one dimension of float64 or int64; for a mean all as floats.
 
     Raises:
-        OverflowError: A uint64 does not fit in int64.
+        OverflowError: An int does not fit in 64 bits.
     """
-    dtype = F64 if leaf.kind == "float" else torch.int64
+    dtype = F64 if operation == "mean" or leaf.kind == "float" else torch.int64
     if leaf.form != "tensor":
-        value = np.array(value, np.uint64 if str(leaf.dtype) == "uint64" else NUMPY[dtype])
-        value = torch.from_numpy(value)
-    flat: torch.Tensor = value.detach().to(device, dtype).reshape(-1)
-    if value.dtype is torch.uint64 and bool((flat < 0).any()):
-        raise OverflowError("holds an int of more than 63 bits")
+        own = np.uint64 if str(leaf.dtype) == "uint64" else NUMPY[dtype]
+        try:
+            value = torch.from_numpy(np.array(value, own))
+        except OverflowError:
+            raise OverflowError(TOO_LARGE) from None
+    flat: torch.Tensor = value.detach().to(dtype).reshape(-1)
+    if value.dtype is torch.uint64 and dtype is not F64 and bool((flat < 0).any()):
+        raise OverflowError(TOO_LARGE)
     return flat
 
 
-def encode(
-    operation: Operation, parts: Sequence[torch.Tensor], weights: Sequence[float] | None = None
-) -> torch.Tensor:
+def encode(operation: Operation, parts: Sequence[torch.Tensor], weight: float = 1) -> torch.Tensor:
     """Return one tensor of the parts (float64 or int64, one dimension each) for ``all_reduce``.
 
-    ``weights`` are those of the parts in a mean; a part of weight zero does not count.
+    ``weight`` is this rank's in a mean; with weight zero it does not count, even with a NaN.
     """
     if operation == "mean":
-        if weights is None:
-            return torch.cat([part.to(torch.float64) for part in parts])
-        return torch.cat(
-            [
-                part.to(torch.float64) * weight if weight else torch.zeros_like(part, dtype=F64)
-                for part, weight in zip(parts, weights, strict=True)
-            ]
-        )
+        return torch.cat([part * weight if weight else torch.zeros_like(part) for part in parts])
     if operation == "sum":
         return torch.cat([half for part in parts for half in _halves(part)])
     return torch.cat([_in_order(operation, part) for part in parts])
@@ -122,5 +116,5 @@ def rebuild_bulk_leaf(operation: Operation, leaf: Leaf, part: torch.Tensor) -> A
 
 def _whole(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     if bool(((high < -(2**31)) | (high >= 2**31)).any()):
-        raise OverflowError("the sum over the ranks does not fit in 64 bits")
+        raise OverflowError("reduces to an int that does not fit in int64")
     return (high << 32) | low

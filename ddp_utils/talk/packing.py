@@ -207,8 +207,14 @@ def to_row(operation: Operation, numbers: Sequence[Any], plan: Plan) -> bytes:
     row = np.empty(plan.size, np.int64)
     column = np.array(numbers, object)
     row[plan.floats] = column[plan.floats].astype(np.float64).view(np.int64)
-    row[~plan.floats] = column[~plan.floats].astype(np.int64)
+    try:
+        row[~plan.floats] = column[~plan.floats].astype(np.int64)
+    except OverflowError:
+        raise OverflowError(TOO_LARGE) from None
     return row.tobytes()
+
+
+TOO_LARGE = "holds an int that does not fit in 64 bits with a sign"
 
 
 def from_row(operation: Operation, row: NDArray[np.int64], plan: Plan) -> list[Any]:
@@ -263,12 +269,15 @@ def rebuild_leaf(operation: Operation, leaf: Leaf, numbers: Sequence[Any]) -> An
         as_bool = leaf.kind == "bool" and operation in ("min", "max")
         return bool(numbers[0]) if as_bool else numbers[0]
     dtype = result_dtype(operation, leaf)
-    if leaf.form == "tensor":
-        return _tensor(numbers, dtype, leaf.shape)
-    with np.errstate(over="ignore"):
-        if leaf.form == "scalar":
-            return dtype.type(numbers[0])
-        return np.array(numbers, dtype).reshape(leaf.shape)
+    try:
+        if leaf.form == "tensor":
+            return _tensor(numbers, dtype, leaf.shape)
+        with np.errstate(over="ignore"):
+            if leaf.form == "scalar":
+                return dtype.type(numbers[0])
+            return np.array(numbers, dtype).reshape(leaf.shape)
+    except OverflowError:
+        raise OverflowError(f"reduces to an int that does not fit in {dtype}") from None
 
 
 def result_dtype(operation: Operation, leaf: Leaf) -> Any:

@@ -6,8 +6,9 @@ itself, in the same order. Larger ones go by one ``all_reduce`` after it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,80 @@ REDUCE_OPS = {
 class Brought:
     """What this rank brings to a reduction: its tree, taken apart."""
 
+    operation: Operation
+    name: str
     tree: Any
     structure: Hashable
     values: list[Any]
     plan: Plan
 
-    def rebuild(self, results: Sequence[Any]) -> Any:
-        """Return the tree with other leaves; tensors go back to their own's device."""
+    @classmethod
+    def of(cls, operation: Operation, name: str, tree: Any) -> Brought:
+        """Take a tree apart.
+
+        Raises:
+            TypeError: It does not only hold real numbers; names the path.
+        """
+        structure, values = flatten(tree)
+        try:
+            leaves = tuple([PYTHON.get(type(value)) or leaf_of(value) for value in values])
+        except TypeError:
+            _blame(name, paths_of(structure), leaf_of, values)
+            raise
+        return cls(operation, name, tree, structure, values, plan_for(name, structure, leaves))
+
+    def row(self) -> bytes:
+        """Return the numbers for the first message.
+
+        Raises:
+            OverflowError: An int is too large; names the path.
+        """
+        numbers = self.values
         if not self.plan.plain:
-            results = list(map(_beside, self.values, results))
-        return unflatten(self.tree, self.structure, results)
+            pairs = zip(_on_host(self.values), self.plan.leaves, strict=True)
+            numbers = [number for value, leaf in pairs for number in numbers_of(value, leaf)]
+        try:
+            return to_row(self.operation, numbers, self.plan)
+        except OverflowError:
+            self.flat()
+            raise
+
+    def flat(self) -> list[torch.Tensor]:
+        """Return the leaves for an ``all_reduce``, each on its own device.
+
+        Raises:
+            OverflowError: An int is too large; names the path.
+        """
+
+        def to_flat(value: Any, leaf: Leaf) -> torch.Tensor:
+            return bulk.to_flat(self.operation, value, leaf)
+
+        return _blame(self.name, self.plan.paths, to_flat, self.values, self.plan.leaves)
+
+    def rebuild(self, rebuild: Callable[..., Any], reduced: Sequence[Any]) -> Any:
+        """Return the tree with its leaves rebuilt; tensors go back to their own's device.
+
+        Raises:
+            OverflowError: A sum of ints is too large; names the path.
+        """
+        plan = self.plan
+        make = partial(rebuild, self.operation)
+        results = _blame(self.name, plan.paths, make, plan.leaves, reduced)
+        return unflatten(self.tree, self.structure, list(map(_beside, self.values, results)))
+
+
+def _blame(
+    name: str, paths: Iterable[str], fn: Callable[..., Any], *columns: Iterable[Any]
+) -> list[Any]:
+    """Return ``fn`` of each row of the columns; an error of it names the path."""
+    results = []
+    for path, *row in zip(paths, *columns, strict=True):
+        try:
+            results.append(fn(*row))
+        except (TypeError, OverflowError) as error:
+            what = f"what is at {path}" if path else "the value"
+            raise type(error)(f"{name}: {what} {error}") from None
+    return results
 
 
 def reduce_tree(
@@ -77,14 +142,17 @@ def reduce_tree(
     name = f"all_reduce_{operation}" + (f"({', '.join(options)})" if options else "")
     call = Call.of(name, group)
     with call.preparing():
-        brought = _take_apart(name, value)
+        brought = Brought.of(operation, name, value)
+        size = brought.plan.size
+        # Both are made before the exchange: what is wrong with them must reach the others.
+        row = brought.row() if size <= SMALL else b""
+        flat = brought.flat() if size > SMALL else None
         note = Note(
             brought.plan.digest,
             on_accelerator=not brought.plan.plain and _on_accelerator(brought.values),
-            size=brought.plan.size,
+            size=size,
             weight=1.0 if weight is None else _checked_weight(weight),
         )
-        row = _row(operation, brought) if note.size <= SMALL else b""
     answers = call.exchange(
         note,
         row,
@@ -93,39 +161,16 @@ def reduce_tree(
         tree=lambda: _of_paths(brought) if skip_missing else None,
     )
     if answers.came is not None:
-        return _reduce_unlike(operation, call, brought, answers, skip_missing)
-    if note.size > SMALL:
-        return brought.rebuild(
-            _reduce_large(operation, call, brought.values, brought.plan.leaves, answers)
-        )
+        return _reduce_unlike(call, brought, answers, skip_missing)
+    if flat is not None:
+        reduced = _reduce_large(operation, call, flat, brought.plan.leaves, answers)
+        return brought.rebuild(bulk.rebuild_bulk_leaf, reduced)
+    rows = answers.payloads[:, : 8 * size].view(np.int64)
     weights = None if weight is None else _weights(answers)
-    rows = answers.payloads[:, : 8 * note.size].view(np.int64)
-    reduced = reduce_rows(operation, rows, brought.plan.floats, weights)
-    return brought.rebuild(_leaves_of(operation, brought.plan, reduced))
-
-
-def _leaves_of(operation: Operation, plan: Plan, reduced: list[Any]) -> list[Any]:
-    if plan.plain and (plan.all_floats or operation == "mean"):
-        return reduced
-    return [
-        rebuild_leaf(operation, leaf, numbers)
-        for leaf, numbers in zip(plan.leaves, plan.parts(reduced), strict=True)
-    ]
-
-
-def _take_apart(name: str, tree: Any) -> Brought:
-    structure, values = flatten(tree)
-    try:
-        leaves = tuple([PYTHON.get(type(value)) or leaf_of(value) for value in values])
-    except TypeError:
-        for path, value in zip(paths_of(structure), values, strict=True):
-            try:
-                leaf_of(value)
-            except TypeError as error:
-                what = f"what is at {path}" if path else "the value"
-                raise TypeError(f"{name}: {what} {error}") from None
-        raise
-    return Brought(tree, structure, values, plan_for(name, structure, leaves))
+    numbers = reduce_rows(operation, rows, brought.plan.floats, weights)
+    if brought.plan.plain and (operation == "mean" or brought.plan.all_floats):
+        return unflatten(value, brought.structure, numbers)
+    return brought.rebuild(rebuild_leaf, brought.plan.parts(numbers))
 
 
 def _checked_weight(weight: Any) -> float:
@@ -138,15 +183,6 @@ def _checked_weight(weight: Any) -> float:
 def _on_accelerator(values: Sequence[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
-
-
-def _row(operation: Operation, brought: Brought) -> bytes:
-    if brought.plan.plain:
-        return to_row(operation, brought.values, brought.plan)
-    numbers: list[Any] = []
-    for value, leaf in zip(_on_host(brought.values), brought.plan.leaves, strict=True):
-        numbers += numbers_of(value, leaf)
-    return to_row(operation, numbers, brought.plan)
 
 
 def _on_host(values: Sequence[Any]) -> Sequence[Any]:
@@ -179,33 +215,26 @@ def _weights(answers: Answers) -> np.ndarray[Any, np.dtype[np.float64]]:
 def _reduce_large(
     operation: Operation,
     call: Call,
-    values: Sequence[Any],
+    flat: Sequence[torch.Tensor],
     leaves: Sequence[Leaf],
     answers: Answers,
     holders: Sequence[Sequence[int]] | None = None,
-) -> list[Any]:
-    """Reduce by ``all_reduce``; ``values`` are None where this rank has nothing to add.
+) -> list[torch.Tensor]:
+    """Reduce by ``all_reduce``, and return what :func:`bulk.rebuild_bulk_leaf` takes.
 
     ``holders`` are the places of the ranks that have each leaf; all of them by default.
     """
     circle = call.circle
-    device = torch.device("cpu")
+    weights = _weights(answers)
     if circle.size > 1:
         everywhere = all(note.on_accelerator for note in answers.notes)
-        device = road_for(circle, all_on_accelerator=everywhere)
-    elif answers.notes[0].on_accelerator:
-        device = next(value.device for value in values if isinstance(value, torch.Tensor))
-    weights = _weights(answers)
-    mine = weights[circle.place]
-    parts = [
-        torch.zeros(leaf.size, dtype=torch.float64, device=device)
-        if value is None
-        else bulk.to_flat(value, leaf, device)
-        for value, leaf in zip(values, leaves, strict=True)
-    ]
-    buffer = bulk.encode(operation, parts, None if mine == 1 else [mine] * len(parts))
-    if circle.size > 1:
+        road = road_for(circle, all_on_accelerator=everywhere)
+        flat = [part.to(road) for part in flat]
+        buffer = bulk.encode(operation, flat, weights[circle.place])
         dist.all_reduce(buffer, REDUCE_OPS[operation], group=circle.group)
+    else:
+        device = flat[0].device
+        buffer = bulk.encode(operation, [part.to(device) for part in flat], weights[0])
     reduced = bulk.decode(operation, buffer, leaves)
     if operation == "mean":
         everybody = [range(circle.size)] * len(leaves)
@@ -213,10 +242,7 @@ def _reduce_large(
             part / weights[list(places)].sum()
             for part, places in zip(reduced, holders or everybody, strict=True)
         ]
-    return [
-        bulk.rebuild_bulk_leaf(operation, leaf, part)
-        for leaf, part in zip(leaves, reduced, strict=True)
-    ]
+    return reduced
 
 
 def _agree(brought: Sequence[Leaf | None]) -> bool:
@@ -237,9 +263,7 @@ def _of_paths(brought: Brought) -> Any:
     return unflatten(brought.tree, brought.structure, brought.plan.paths)
 
 
-def _reduce_unlike(
-    operation: Operation, call: Call, brought: Brought, answers: Answers, skip_missing: bool
-) -> Any:
+def _reduce_unlike(call: Call, brought: Brought, answers: Answers, skip_missing: bool) -> Any:
     """Reduce what differs between ranks as far as that is agreed on: number kinds, missing keys.
 
     All ranks know everybody's leaves by now, and take the same decisions.
@@ -255,25 +279,33 @@ def _reduce_unlike(
         assert kind is not None
         holders[path] = list(having)
         layout[path] = replace(own.get(path) or next(iter(having.values())), kind=kind)
-    values = dict(zip(brought.plan.paths, brought.values, strict=True))
     if max(note.size for note in answers.notes) <= SMALL:
-        results = _reduce_small_unlike(operation, call, answers, layout, holders)
-    else:
-        results = dict(
-            zip(
-                layout,
-                _reduce_large(
-                    operation,
-                    call,
-                    [values.get(path) for path in layout],
-                    list(layout.values()),
-                    answers,
-                    list(holders.values()),
-                ),
-                strict=True,
-            )
+        rebuild: Callable[..., Any] = rebuild_leaf
+        reduced: Sequence[Any] = _reduce_small_unlike(
+            brought.operation, call, answers, layout, holders
         )
-    return map_leaves(lambda path: _beside(values.get(path), results[path]), tree)
+    else:
+        rebuild = bulk.rebuild_bulk_leaf
+        flat = _flat_unlike(brought, layout)
+        reduced = _reduce_large(
+            brought.operation, call, flat, list(layout.values()), answers, list(holders.values())
+        )
+    make = partial(rebuild, brought.operation)
+    results = _blame(brought.name, layout, make, layout.values(), reduced)
+    by_path = dict(zip(layout, results, strict=True))
+    values = dict(zip(brought.plan.paths, brought.values, strict=True))
+    return map_leaves(lambda path: _beside(values.get(path), by_path[path]), tree)
+
+
+def _flat_unlike(brought: Brought, layout: Mapping[str, Leaf]) -> list[torch.Tensor]:
+    """Return this rank's numbers by the common layout: of the common kind, zeros where missing."""
+    mine = dict(zip(brought.plan.paths, brought.flat(), strict=True))
+    flat = []
+    for path, leaf in layout.items():
+        as_float = leaf.kind == "float" or brought.operation == "mean"
+        dtype = torch.float64 if as_float else torch.int64
+        flat.append(mine[path].to(dtype) if path in mine else torch.zeros(leaf.size, dtype=dtype))
+    return flat
 
 
 def _reduce_small_unlike(
@@ -282,24 +314,22 @@ def _reduce_small_unlike(
     answers: Answers,
     layout: Mapping[str, Leaf],
     holders: Mapping[str, Sequence[int]],
-) -> dict[str, Any]:
+) -> list[list[Any]]:
     assert answers.came is not None
     by_rank = []
     for note, payload, each in zip(answers.notes, answers.payloads, answers.came, strict=True):
         plan = plan_of(each.operation, list(each.terms), list(each.terms.values()))
         row = payload[: 8 * note.size].view(np.int64)
-        by_rank.append(
-            dict(zip(each.terms, plan.parts(from_row(operation, row, plan)), strict=True))
-        )
+        parts = plan.parts(from_row(operation, row, plan))
+        by_rank.append(dict(zip(each.terms, parts, strict=True)))
     weights = _weights(answers)
-    results = {}
+    reduced = []
     for path, leaf in layout.items():
         plan = plan_of(call.operation, [path], [leaf])
         rows = [to_row(operation, by_rank[place][path], plan) for place in holders[path]]
         stacked = np.frombuffer(b"".join(rows), np.int64).reshape(len(rows), leaf.size)
-        reduced = reduce_rows(operation, stacked, plan.floats, weights[list(holders[path])])
-        results[path] = rebuild_leaf(operation, leaf, reduced)
-    return results
+        reduced.append(reduce_rows(operation, stacked, plan.floats, weights[list(holders[path])]))
+    return reduced
 
 
 def _merged(call: Call, came: Sequence[Came]) -> Any:

@@ -121,7 +121,7 @@ def test_an_int_of_more_than_64_bits_is_refused(operation: Any, number: int) -> 
     with pytest.raises(OverflowError):
         to_row(operation, [number], plan)
     with pytest.raises(OverflowError):
-        bulk.to_flat(number, leaf_of(number), torch.device("cpu"))
+        bulk.to_flat(operation, number, leaf_of(number))
 
 
 def test_a_uint64_of_more_than_63_bits_is_refused() -> None:
@@ -130,7 +130,7 @@ def test_a_uint64_of_more_than_63_bits_is_refused() -> None:
         with pytest.raises(OverflowError):
             to_row("sum", numbers_of(value, leaf), plan_for("sum", None, (leaf,)))
         with pytest.raises(OverflowError):
-            bulk.to_flat(value, leaf, torch.device("cpu"))
+            bulk.to_flat("sum", value, leaf)
 
 
 def test_the_digest_tells_apart_what_ranks_must_agree_on_and_nothing_else() -> None:
@@ -225,7 +225,7 @@ def test_bulks_reduce_as_numpy_reduces_the_stacked_values(
     operation: Any, values: list[Any]
 ) -> None:
     leaf = leaf_of(values[0])
-    flat = [bulk.to_flat(value, leaf, torch.device("cpu")) for value in values]
+    flat = [bulk.to_flat(operation, value, leaf) for value in values]
     stacked = torch.stack([bulk.encode(operation, [part]) for part in flat])
     reduce = {"min": lambda x: x.amin(0), "max": lambda x: x.amax(0)}
     reduced = reduce.get(operation, lambda x: x.sum(0))(stacked)
@@ -269,7 +269,7 @@ def test_a_rank_of_weight_zero_does_not_count_even_with_a_nan() -> None:
     rows = np.array([[1.0], [math.nan]]).view(np.int64)
     assert reduce_rows("mean", rows, np.array([True]), np.array([2.0, 0.0])) == [1.0]
     part = torch.tensor([math.nan], dtype=torch.float64)
-    assert bulk.encode("mean", [part], [0.0]).tolist() == [0.0]
+    assert bulk.encode("mean", [part], 0.0).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])

@@ -83,10 +83,9 @@ def test_sbatch_without_srun(
 
 
 def test_torchrun_in_srun(run: Run, loss_of: LossOf, cluster: SlurmCluster, tmp_path: Path) -> None:
-    torchrun = " ".join(
-        [*TORCHRUN, "--nnodes 2 --nproc-per-node 2 --node-rank $SLURM_NODEID"]
-        + ["--master-addr 127.0.0.1 --master-port 29431", *TRAIN[1:]]
-    )
+    nodes = "--nnodes 2 --nproc-per-node 2 --node-rank $SLURM_NODEID"
+    where = "--master-addr 127.0.0.1 --master-port 29431"
+    torchrun = " ".join([*TORCHRUN, nodes, where, *TRAIN[1:]])
     lines = "#SBATCH -N2 -n2 --ntasks-per-node=1", f"srun sh -c '{torchrun}'"
     same(batch(run, cluster, tmp_path, *lines), loss_of(4))
 

@@ -7,7 +7,11 @@ and its own loopback. Host names do not resolve in them, as on many clusters. Ne
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -33,6 +37,19 @@ class TwoMachines:
     def on(self, machine: int, *command: str) -> list[str]:
         """Return the command that runs ``command`` on one of the machines."""
         return ["ip", "netns", "exec", self.names[machine], *command]
+
+    @contextmanager
+    def hosts(self, *lines: str) -> Iterator[None]:
+        """Give each machine an ``/etc/hosts`` of its own."""
+        folders = [Path("/etc/netns", name) for name in self.names]
+        try:
+            for folder, text in zip(folders, lines, strict=True):
+                folder.mkdir(parents=True)
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n{text}")
+            yield
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def unplug(self) -> None:
         """Take the link down, as if the second machine had lost its power."""

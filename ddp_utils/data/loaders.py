@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -100,6 +100,8 @@ def make_loader(
         [4, 4, 2]
     """
     _refuse_contradictions(batch_size, global_batch_size, shuffle, sampler, batch_sampler)
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe):
+        _refuse_for_streams(dataset, shuffle or sampler is not None or batch_sampler is not None)
     if global_batch_size is not None:
         batch_size = per_rank_batch_size(global_batch_size, get_world_size())
     shares: dict[str, Any] = {"pad": pad, "drop_last": drop_last and not pad, "seed": seed}
@@ -131,13 +133,16 @@ def _over_samples(
     shares: dict[str, Any],
     options: dict[str, Any],
 ) -> DistributedLoader:
-    if not isinstance(sampler, ResumableSampler):
-        source = dataset if sampler is None else sampler
-        turns = make_sampler(source, shuffle=shuffle or sampler is not None, **shares)
+    turns = sampler
+    if not isinstance(turns, ResumableSampler):
+        if sampler is None:
+            turns = make_sampler(dataset, shuffle=shuffle, **shares)
+        else:
+            turns = make_sampler(
+                sampler if isinstance(sampler, Sampler) else _Draws(sampler), **shares
+            )
         assert isinstance(turns, ResumableSampler)
         _let_generator_decide(turns, options["generator"])
-    else:
-        turns = sampler
     return DistributedLoader(
         dataset,
         turns=turns,
@@ -148,6 +153,19 @@ def _over_samples(
         drop_last=drop_last,
         **options,
     )
+
+
+class _Draws(Sampler[Any]):
+    """Anything that can be walked, such as a list of indices, as a sampler."""
+
+    def __init__(self, draws: Iterable[Any]) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.draws)
+
+    def __len__(self) -> int:
+        return len(self.draws)  # type: ignore[arg-type]  # a TypeError is the right answer
 
 
 def _over_batches(
@@ -221,6 +239,14 @@ def _refuse_contradictions(
         )
     if global_batch_size is not None and batch_sampler is not None:
         raise ValueError("global_batch_size beside a batch_sampler, which makes the batches itself")
+
+
+def _refuse_for_streams(dataset: object, orders: bool) -> None:
+    if orders:
+        raise ValueError(
+            f"{describe(dataset)} is a stream, whose order is its own: leave out shuffle, sampler "
+            "and batch_sampler, and shuffle in its __iter__"
+        )
 
 
 def _refuse_no_batches(loader: DistributedLoader) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch import Generator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_utils.agree.seeding import mix_seeds
 from ddp_utils.data.epochs import EpochFollower
@@ -49,7 +49,8 @@ class DistributedLoader(DataLoader[Any]):
         self.name = name
         self._seeds_workers = self.generator is None
         self._follower: EpochFollower | None = None
-        if self.persistent_workers and callable(getattr(dataset, "set_epoch", None)):
+        is_copied = self.persistent_workers and not isinstance(dataset, IterableDataset)
+        if is_copied and callable(getattr(dataset, "set_epoch", None)):
             self._follower = EpochFollower(dataset)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is a private class

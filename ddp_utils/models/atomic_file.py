@@ -87,8 +87,8 @@ def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
         except FileExistsError:
             continue
         except FileNotFoundError as error:
-            text = f"there is no folder {target.parent}: make it first, on rank zero"
-            raise FileNotFoundError(error.errno, text, os.fspath(target)) from None
+            text = "there is no such folder: make it first, on rank zero"
+            raise FileNotFoundError(error.errno, text, os.fspath(target.parent)) from None
         file = os.fdopen(descriptor, "wb")
         # Somebody who clears leftovers may have come between the two calls.
         if _lock(descriptor) and os.fstat(descriptor).st_nlink:

@@ -93,7 +93,7 @@ def test_only_a_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no folder .*runs/3"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder.*runs/3"):
         write(tmp_path / "runs" / "3" / "last.pt", b"")
     assert os.listdir(tmp_path) == []
 

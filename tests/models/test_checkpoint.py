@@ -102,7 +102,7 @@ def test_an_error_of_rank_zero_reaches_all_ranks(open_folder: str) -> None:
     assert [kind for kind, _ in one] == relayed
     for (_, told), (_, heard) in zip(zero, one, strict=True):
         assert "rank 0 failed in save_checkpoint" in heard
-        assert told.removesuffix("'last.pt'") in heard
+        assert told in heard
 
 
 def fails_on_rank_zero(path: str) -> None:

@@ -121,6 +121,7 @@ def _answer() -> None:
     shared_store().set(f"stacks/{number}/{get_rank()}", json.dumps(answer))
     if get_rank() == 0:
         print(_report(number), file=sys.stderr, flush=True)
+        shared_store().set(f"stacks/{number}/reported", "")
 
 
 def _text_of(frame: FrameType | None) -> str:

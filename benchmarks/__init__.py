@@ -25,10 +25,11 @@ contender), which measure, print and record::
             {"ddp_utils": first_index, "DistributedSampler": theirs},  # each called with x
         )
 
-Whatever is ours has ``ddp_utils`` in its name: the plots colour it. Contenders are interleaved: each round
-measures every one of them once, in turning order, so that a noisy minute hits all alike. Work that all rounds share (ranks that are started once, a
-model) belongs before the call. A number that must be measured inside ranks is measured by a
-function run there, for example through ``ddp_utils.testing.run_distributed``, and returned.
+Whatever is ours has ``ddp_utils`` in its name: the plots colour it. Contenders are interleaved:
+each round measures every one of them once, in turning order, so that a noisy minute hits all
+alike. Work that all rounds share (ranks that are started once, a model) belongs before the
+call. A number that must be measured inside ranks is measured by a function run there, for
+example through ``ddp_utils.testing.run_distributed``, and returned.
 """
 
 from benchmarks.measure import Skip, Target, command, compare, installed, needs_gpu, seconds, sweep

@@ -383,8 +383,8 @@ def _with_exit_code(error: RankFailedError) -> RankFailedError:
 
     Python prints nothing for a SystemExit, so the report is printed here.
     """
-    end = next(end for end in error.failures if end.rank == error.rank)
-    if end.kind != "exited" or not end.exit_code:
+    end = next((end for end in error.failures if end.rank == error.rank), None)
+    if end is None or end.kind != "exited" or not end.exit_code:  # None: on another machine
         return error
     print(f"ddp_utils.RankFailedError: {error}", file=sys.stderr)
     known = {"rank": error.rank, "cause": error.cause, "failures": error.failures}

@@ -40,7 +40,7 @@ def test_torchrun(run: Run) -> None:
 
 
 def test_torchrun_runs_a_module_of_a_package(run: Run, tmp_path: Path) -> None:
-    """L24: with ``-m`` a package's own imports work, without it they fail, which is Python's way."""
+    """L24: with ``-m`` a package's own imports work, without it they fail: Python's way."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -79,7 +79,7 @@ def acquire(method: str) -> ServerHandle:
         handle.close()
     if not forks:
         return _fresh([], forks=False)
-    handle = _forked() or _fresh([*ALWAYS, *_imports_of_main()], forks=True)
+    handle = _forked() or _fresh([*ALWAYS, *_test_runner(), *_imports_of_main()], forks=True)
     if handle is None or not handle.forks:
         if method == "server":
             raise StartError("ranks cannot be forked here: importing torch starts threads")
@@ -212,6 +212,11 @@ def _fresh(preload: list[str], forks: bool) -> ServerHandle:
         return _fresh(ALWAYS, forks=True) if preload != ALWAYS else _fresh([], forks=False)
     handle.specs = {name: spec for name, spec in _specs().items() if name in preload}
     return handle
+
+
+def _test_runner() -> list[str]:
+    """Return pytest's own modules where tests run here: each rank of a test needs them."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
 
 
 def _imports_of_main() -> list[str]:

@@ -351,7 +351,7 @@ class Supervisor:
     def _root(self) -> RankEnd | None:
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         if self._stacks:
-            return next(end for end in ends if end.kind in ("ended", "killed"))
+            return next((end for end in ends if end.kind in ("ended", "killed")), ends[0])
         return verdict.root_cause(ends)
 
     def _conclude(self) -> list[Any]:

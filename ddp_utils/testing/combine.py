@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_utils.ground.errors import RankFailedError
-from ddp_utils.testing.records import PHASES, Files, Phase, Record, Trouble
+from ddp_utils.testing.records import PHASES, Files, Phase, Record, Trouble, shorten
 
 __all__ = ["Outcome", "combine"]
 
@@ -246,17 +246,6 @@ def _place(told: _Told) -> str:
     places = [entry.reprfileloc for entry in entries if getattr(entry, "reprfileloc", None)]
     place = places[0] if places else longrepr.reprcrash
     return f"{place.path}:{place.lineno}"
-
-
-def shorten(text: str) -> str:
-    """Leave out of stacks, as faulthandler writes them, what called the test."""
-    lines, skips = [], False
-    for line in text.splitlines():
-        frame = line.startswith('  File "')
-        skips = frame and (skips or "/_pytest/" in line)
-        if not skips:
-            lines.append(line)
-    return "\n".join(lines)
 
 
 def _sections(job: _Job, when: str, files: Sequence[Files]) -> list[tuple[str, str]]:

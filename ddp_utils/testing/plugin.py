@@ -7,19 +7,19 @@ the first marked test runs.
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from ddp_utils.ground.errors import RankFailedError, StartError
-from ddp_utils.testing.combine import Outcome, combine
-from ddp_utils.testing.records import Exit, Files, Record, Subtest, Warned
+if TYPE_CHECKING:
+    from ddp_utils.ground.errors import RankFailedError
+    from ddp_utils.testing.combine import Outcome  # noqa: F401  # in the text of an annotation
+    from ddp_utils.testing.records import Record, Warned
 
 MARKER = (
     "distributed(world_size=2, timeout=60, backend='gloo'): run the test on that many ranks; "
@@ -30,7 +30,7 @@ SIZE = "ddp_utils_world_size"
 
 TIMEOUT = 60.0
 
-OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
+OUTCOMES = pytest.StashKey["dict[str, Outcome]"]()
 LIMIT = pytest.StashKey[float]()
 """The limit that pytest-timeout would have set."""
 
@@ -133,6 +133,9 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
 
 def _run_on_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
     """Run a test on its ranks, and keep what came of it for the reports of its phases."""
+    from ddp_utils.testing.combine import combine
+    from ddp_utils.testing.records import Files
+
     option = item.config.option
     if getattr(option, "setuponly", False) or getattr(option, "setupplan", False):
         return
@@ -165,6 +168,7 @@ def _start(
     item: pytest.Item, marked: Marked, size: int, folder: str, base: str
 ) -> RankFailedError | None:
     """Start the ranks and wait for them; return how the job failed, if it did."""
+    from ddp_utils.ground.errors import RankFailedError, StartError
     from ddp_utils.launch import Options, start_ranks
     from ddp_utils.testing.in_rank import Request, run_test
 
@@ -227,6 +231,7 @@ NOT_FOR_RANKS: dict[str, Any] = {
 def _options(config: pytest.Config) -> dict[str, Any]:
     """Return the options for the ranks."""
     options = {name: value for name, value in vars(config.option).items() if _pickles(value)}
+    options.pop("file_or_dir", None)  # an argument, and not what ranks are given
     options |= {name: value for name, value in NOT_FOR_RANKS.items() if name in options}
     inifile = config.inipath
     return options | {
@@ -236,6 +241,8 @@ def _options(config: pytest.Config) -> dict[str, Any]:
 
 
 def _pickles(value: object) -> bool:
+    import pickle
+
     try:
         pickle.dumps(value)
     except Exception:
@@ -291,6 +298,8 @@ def _load(config: pytest.Config, data: dict[str, Any]) -> Any:
 
 def _pass_on(item: pytest.Item, records: Sequence[Sequence[Record]]) -> None:
     """Do here what the ranks have asked for beside their reports."""
+    from ddp_utils.testing.records import Exit, Subtest, Warned
+
     warned = set()
     for rank, ones in enumerate(records):
         for record in ones:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Exit", "Files", "Phase", "Record", "Subtest", "Trouble", "Warned"]
+__all__ = ["Exit", "Files", "Phase", "Record", "Subtest", "Trouble", "Warned", "shorten"]
 
 PHASES = ("setup", "call", "teardown")
 
@@ -122,10 +122,21 @@ class Files:
 
     def stopped_at(self) -> str:
         """Return the user's line at which this rank was when it was told to end."""
-        stacks = self.output("stacks", 0, None)
-        frames = re.findall(r'File "(.+)", line (\d+) in ', stacks.rpartition("most recent")[2])
+        stacks = shorten(self.output("stacks", 0, None))
+        frames = re.findall(r'File "(.+)", line (\d+) in ', stacks)
         own = [frame for frame in frames if not _is_library(frame[0])]
         return f"{os.path.relpath(own[0][0])}:{own[0][1]}" if own else ""
+
+
+def shorten(text: str) -> str:
+    """Leave out of stacks, as faulthandler writes them, what called the test."""
+    lines, skips = [], False
+    for line in text.splitlines():
+        frame = line.startswith(('  File "', "  ..."))
+        skips = frame and (skips or "/_pytest/" in line)
+        if not skips:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _is_library(filename: str) -> bool:

@@ -253,7 +253,7 @@ def _wait_for_ranks(folder: Path, process: subprocess.Popen[bytes]) -> list[int]
             time.sleep(0.2)  # their last pages
             return ranks
         time.sleep(0.02)
-    raise RuntimeError(f"{process.args} did not bring up {RANKS} ranks")
+    raise RuntimeError(f"{process.args!r} did not bring up {RANKS} ranks")
 
 
 def _pss(pid: int) -> float:

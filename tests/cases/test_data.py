@@ -134,7 +134,7 @@ def p08() -> list[int]:
 
 
 def test_weighted_sampling_is_shared_out() -> None:
-    """P08: pytorch/pytorch#77154; Lightning-AI/pytorch-lightning#10946; Project-MONAI/MONAI#1742."""
+    """P08: pytorch/pytorch#77154; pytorch-lightning#10946; Project-MONAI/MONAI#1742."""
     shares = run_distributed(p08, world_size=2)
     alone = p08()
     assert [s for pair in zip(*shares, strict=True) for s in pair] == alone

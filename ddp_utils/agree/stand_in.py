@@ -96,7 +96,9 @@ def only_where(mine: Callable[[], bool], cls: type[T], section: Section) -> type
             cls.__init__(self, *args, **kwargs)
 
     names = ("__module__", "__qualname__", "__doc__")
-    namespace = {name: getattr(cls, name) for name in names}
+    namespace = {name: getattr(cls, name) for name in names} | {"__new__": new}
+    if cls.__init__ is not object.__init__:
+        namespace["__init__"] = init
     metaclass: Any = type(cls)
-    made: type[T] = metaclass(cls.__name__, (cls,), {**namespace, "__new__": new, "__init__": init})
+    made: type[T] = metaclass(cls.__name__, (cls,), namespace)
     return made

@@ -13,6 +13,9 @@ import threading
 
 __all__ = ["is_being_forked", "obey_parent_only"]
 
+_obeying: int | None = None
+"""The process that has been told to obey its parent only: a fork of it has not."""
+
 
 def is_being_forked() -> bool:
     """Whether a ``DataLoader`` is forking this process just now, as one of its workers."""
@@ -27,13 +30,16 @@ def is_being_forked() -> bool:
 def obey_parent_only() -> None:
     """Let SIGTERM end this worker only if its rank has sent it, or is gone; SIGUSR1 never.
 
-    For the worker's main thread. torch's own handler for workers can only end them, so SIGTERM
-    is blocked, and a thread answers it (on Linux; elsewhere it ends the worker as ever).
+    For the worker's main thread; doing it twice is doing it once. torch's own handler for
+    workers can only end them, so SIGTERM is blocked, and a thread answers it (on Linux;
+    elsewhere it ends the worker as ever).
     """
-    if hasattr(signal, "SIGUSR1"):
+    global _obeying
+    if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, stack: None)
-    if sys.platform != "linux":
+    if sys.platform != "linux" or _obeying == os.getpid():
         return
+    _obeying = os.getpid()
     parent = os.getppid()
 
     def answer() -> None:

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_utils import OneRankSectionError, RankFailedError, get_rank, rank_zero_only, stop_requested
+from ddp_utils import (
+    OneRankSectionError,
+    RankFailedError,
+    get_rank,
+    make_loader,
+    rank_zero_only,
+    stop_requested,
+)
 from ddp_utils.models import stop_signals
 from ddp_utils.process_group import shared_store
 from ddp_utils.testing import run_distributed
@@ -308,9 +315,13 @@ KILL_GROUP = "import os, sys; os.killpg(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 @returns_values
-def trains_with_workers(number: int) -> tuple[int, list[int | None]]:
-    stop_requested()
-    batches = iter(DataLoader(Numbers(), batch_size=2, num_workers=2))
+def trains_with_workers(number: int, armed_before: bool) -> tuple[int, list[int | None]]:
+    if armed_before:
+        stop_requested()
+        loader = DataLoader(Numbers(), batch_size=2, num_workers=2)
+    else:
+        loader = make_loader(Numbers(), batch_size=2, num_workers=2)
+    batches = iter(loader)
     for step, _ in enumerate(batches):
         if step == 5 and get_rank() == 1:  # rank zero shares its process group with the tests
             arguments = [str(os.getpgid(0)), str(int(number))]
@@ -318,7 +329,7 @@ def trains_with_workers(number: int) -> tuple[int, list[int | None]]:
             subprocess.run(command, check=True, start_new_session=True)
         if stop_requested():
             break
-    workers = batches._workers  # type: ignore[attr-defined]
+    workers = multiprocessing.active_children()
     assert all(worker.is_alive() for worker in workers)
     for worker in workers:
         worker.terminate()  # of their own rank they do take it
@@ -327,8 +338,11 @@ def trains_with_workers(number: int) -> tuple[int, list[int | None]]:
 
 
 @pytest.mark.parametrize("number", stop_signals.STOP_SIGNALS)
-def test_loader_workers_outlive_a_signal_to_the_whole_process_group(number: int) -> None:
-    results = run_distributed(trains_with_workers, number)
+@pytest.mark.parametrize("armed_before", [True, False])
+def test_loader_workers_outlive_a_signal_to_the_whole_process_group(
+    number: int, armed_before: bool
+) -> None:
+    results = run_distributed(trains_with_workers, number, armed_before)
     assert results[0] == results[1]
     assert results[0][1] == [0, 0]
 

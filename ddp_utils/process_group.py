@@ -41,6 +41,9 @@ __all__ = [
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's own for gloo, for what waits at the store."""
 
+LONGEST_JOIN = timedelta(minutes=1)
+"""How long the slowest rank may take to connect to the others once the first one is through."""
+
 _made_here: dist.ProcessGroup | None = None
 
 
@@ -90,6 +93,7 @@ def init_distributed(
     with _gloo_uses(interface, for_good=world.world_size > 1):
         dist.init_process_group(backend, **options)  # type: ignore[arg-type]
     _made_here = dist.group.WORLD
+    _say_joined(world.world_size)
     agreed_seed()
     introduce()
     if world.rank == 0 and world.world_size > 1 and not settings.QUIET.get():
@@ -106,6 +110,7 @@ def shutdown_distributed() -> None:
     global _made_here
     made, _made_here = _made_here, None
     if made is not None and dist.is_initialized() and dist.group.WORLD is made:
+        _let_all_join()
         dist.destroy_process_group()
 
 
@@ -120,6 +125,23 @@ def leave(store: dist.Store, rank: int, how: str) -> None:
     except RuntimeError:
         pass  # whoever kept the store has gone; so has everybody who could wait
     shutdown_distributed()
+
+
+def _say_joined(world_size: int) -> None:
+    store = shared_store()
+    if store.add("joined", 1) == world_size:
+        store.set("all joined", "")
+
+
+def _let_all_join() -> None:
+    """Wait until the others have made the group, which a closed connection would spoil for them.
+
+    A rank that has nothing to do may be through before the last one has connected to the rest.
+    """
+    try:
+        shared_store().wait(["all joined"], LONGEST_JOIN)
+    except RuntimeError:
+        pass  # the store is gone, or a rank died while joining: whoever waits for it will tell
 
 
 def shared_store() -> dist.Store:

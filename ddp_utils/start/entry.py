@@ -34,6 +34,9 @@ __all__ = ["Job", "main", "run"]
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a rank for the stacks of its threads, also while it waits in a collective."""
 
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals to a whole process group that end a rank, unless it has other plans, and no server."""
+
 REPEAT = 2.0
 """A terminal and the parent may both pass on one Ctrl-C: within so many seconds it is one."""
 
@@ -107,8 +110,7 @@ def run_forked(
     sys.stderr = _writer(2, errors="backslashreplace")
     atexit._clear()  # those of the parent are not this rank's to run
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = run(job, local_rank, socket.socket(fileno=channel), stacks, server)
     for thread in threading.enumerate():  # in the order in which an interpreter ends
         if thread is not threading.current_thread() and not thread.daemon:
@@ -125,6 +127,8 @@ def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:
     """Call the job's function as one rank, tell the parent how it went, return the exit code."""
     end_with(server)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)  # the server has ignored them
     if job.first_rank + local_rank > 0:
         os.setpgid(0, 0)  # rank zero keeps the terminal: elsewhere its first read would stop it
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)

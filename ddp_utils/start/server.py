@@ -24,7 +24,7 @@ from ddp_utils.start.transport import FrameReader, dumps, frame, loads
 
 __all__ = ["main", "receive", "send", "serve"]
 
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+IGNORED = (signal.SIGINT, signal.SIGPIPE, *entry.ENDING)
 """The server ends with its parent and never before: who else would end the ranks?"""
 
 

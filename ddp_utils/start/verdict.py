@@ -95,7 +95,9 @@ def is_clean_exit(end: RankEnd) -> bool:
 def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int) -> str:
     """Return the report of a failed job; it ends with the traceback of the root cause."""
     others = [end for end in ends if end.rank != root.rank]
-    lines = [f"rank {root.rank} of {world_size} {describe(root)}"]
+    lines = [
+        f"rank {root.rank} of {world_size}, {root.time:.1f} s after the start, {describe(root)}"
+    ]
     if root.kind == "returned" or is_clean_exit(root):
         lines[0] += " while other ranks still waited for it"
     lines += [f"  {text}" for text in _folded(others)]
@@ -110,28 +112,25 @@ def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int) -> str:
 
 def describe(end: RankEnd) -> str:
     """Return a rank's end as the second half of a sentence."""
-    after = f"after {end.time:.1f} s"
     if end.kind == "raised":
-        text = f"failed {after}: {end.summary}" if end.summary else f"failed {after}"
-        return text + (" (it lost its peer)" if end.lost_peer else "")
+        lost = " (it lost its peer)" if end.lost_peer else ""
+        return f"failed: {end.summary}{lost}"
     if end.kind == "returned":
-        return f"returned {after}"
+        return "returned"
     if end.kind == "killed":
-        return f"was killed by {end.signal} {after}"
+        return f"was killed by {end.signal}{end.summary}"
     if end.kind == "ended":
-        return f"was ended {after} because of that"
+        return "was ended because of that"
     if end.exit_code == 0:
-        return f"left by sys.exit(0) {after}"
-    return f"exited with code {end.exit_code} {after}"
+        return "left by sys.exit(0)"
+    return f"exited with code {end.exit_code}{end.summary}"
 
 
 def _folded(ends: Iterable[RankEnd]) -> list[str]:
-    """One line for all ranks that ended alike."""
+    """Return one line for all ranks that ended alike."""
     groups: dict[str, list[int]] = {}
     for end in ends:
-        alike = end if end.kind == "raised" else RankEnd(end.rank, end.kind, end.time)
-        text = describe(alike) if alike.kind != "ended" else "was ended because of that"
-        groups.setdefault(text.split(" after ")[0] + text.partition(" s:")[2], []).append(end.rank)
+        groups.setdefault(describe(end), []).append(end.rank)
     return [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in groups.items()

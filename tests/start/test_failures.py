@@ -118,7 +118,7 @@ def test_the_rank_that_failed_is_the_cause(run: Callable[..., list[Any]], how: s
     error = caught.value
     assert error.rank == 1
     first_line = str(error).splitlines()[0]
-    assert first_line.startswith("rank 1 of 2 ")
+    assert first_line.startswith("rank 1 of 2, ")
     assert TOLD[how] in first_line
     assert [end.rank for end in error.failures] == [0, 1]
     assert str(error).count("Traceback (most recent call last)") <= 1

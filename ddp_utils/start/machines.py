@@ -49,7 +49,9 @@ class OtherMachines:
         else:
             self.store, address = join_store(_as_world(machines, nproc), PATIENCE)
             port = int(self._store().get("port"))
-            self._add(socket.create_connection((address, port), timeout=10))
+            first = socket.create_connection((address, port), timeout=10)
+            self._add(first)
+            self._connections[first].machine = 0
             self._say({"machine": self._own, "nproc": nproc})
 
     def _store(self) -> dist.Store:
@@ -114,8 +116,6 @@ class OtherMachines:
         if not self.all_done and line.machine not in self._done:
             name = "an unknown machine" if line.machine is None else f"machine {line.machine}"
             self._note(f"{name} is gone: its connection closed, and it had not said why")
-        elif self._own != 0 and not self.all_done:
-            self._note("machine 0 is gone before all were done")
 
     def _note(self, trouble: str) -> None:
         """Take the first trouble for the cause, and pass it on."""

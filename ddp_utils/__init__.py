@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         StartError,
     )
     from ddp_utils.ground.unwrapping import unwrap
-    from ddp_utils.launch import distributed_main, launch
+    from ddp_utils.launching import distributed_main, launch
     from ddp_utils.models.accumulate import accumulate, global_scale
     from ddp_utils.models.batchnorm import revert_sync_batchnorm
     from ddp_utils.models.checkpoint import load_checkpoint, save_checkpoint
@@ -148,7 +148,7 @@ _WHERE = {
     "data.wrapped": "shard_batch_sampler",
     "ground.errors": "AbsentRanksError DistributedError LauncherError OneRankSectionError RankEnd"
     " RankFailedError RankZeroError RanksDisagreeError RendezvousError StartError",
-    "launch": "distributed_main launch",
+    "launching": "distributed_main launch",
     "models.accumulate": "accumulate global_scale",
     "models.checkpoint": "load_checkpoint save_checkpoint",
     "models.preemption": "stop_requested",

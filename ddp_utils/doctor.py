@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_utils import __version__
 from ddp_utils.explain import FORMAT, GREEN, RED, explain, table
 from ddp_utils.ground.errors import DistributedError
-from ddp_utils.launch import Options, start_ranks
+from ddp_utils.launching import Options, start_ranks
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.world import devices, interfaces
 from ddp_utils.world.addresses import is_loopback

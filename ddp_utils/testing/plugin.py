@@ -169,7 +169,7 @@ def _start(
 ) -> RankFailedError | None:
     """Start the ranks and wait for them; return how the job failed, if it did."""
     from ddp_utils.ground.errors import RankFailedError, StartError
-    from ddp_utils.launch import Options, start_ranks
+    from ddp_utils.launching import Options, start_ranks
     from ddp_utils.testing.in_rank import Request, run_test
 
     option = item.config.option

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ddp_utils.launch import Options, start_ranks
+from ddp_utils.launching import Options, start_ranks
 
 R = TypeVar("R")
 

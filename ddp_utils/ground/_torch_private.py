@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data.dataloader
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +31,7 @@ __all__ = [
     "fork_is_poisoned",
     "group_timeout",
     "in_join",
+    "joined_until_exit",
     "own_buffers",
     "reduced_parameters",
     "reducer_is_waiting",
@@ -131,6 +133,22 @@ def version_of(tensor: torch.Tensor) -> int:
 def in_join(ddp: DistributedDataParallel) -> bool:
     """Whether training runs inside ``join()``, where ranks out of batches mirror DDP's steps."""
     return bool(ddp._join_config.enable)
+
+
+def joined_until_exit(ddp: DistributedDataParallel, hook: JoinHook) -> JoinHook:
+    """Return the hook of a ``join()`` that begins, which at its exit ends it for the model too.
+
+    Torch leaves the model as if it were inside for ever: each later forward, in evaluation too,
+    would then wait for the other ranks.
+    """
+    before, end = ddp._join_config, hook.post_hook
+
+    def post_hook(is_last_joiner: bool) -> None:
+        end(is_last_joiner)
+        ddp._join_config = before
+
+    hook.post_hook = post_hook  # type: ignore[method-assign]
+    return hook
 
 
 def skip_frame(fn: F) -> F:

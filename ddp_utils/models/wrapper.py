@@ -13,10 +13,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils.callsite import refuse_in_section
-from ddp_utils.ground._torch_private import in_join, reduces_in_python, skip_frame, skip_frames
+from ddp_utils.ground._torch_private import (
+    in_join,
+    joined_until_exit,
+    reduces_in_python,
+    skip_frame,
+    skip_frames,
+)
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.unwrapping import uncompiled
 from ddp_utils.models.buffers import BufferSync
@@ -103,6 +110,9 @@ class WrappedModel(DistributedDataParallel):
         There ranks that are out of batches take part, and they know torch's order of things.
         """
         return in_join(self) and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return joined_until_exit(self, super().join_hook(**kwargs))  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:

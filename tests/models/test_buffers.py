@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import RanksDisagreeError, accumulate, check_in_sync, unwrap, wrap_ddp
@@ -302,6 +303,27 @@ def test_uneven_inputs_by_join() -> None:
     assert ours == theirs
     ours, theirs = run_distributed(joined, False)
     assert ours != theirs
+
+
+def after_join() -> list[Any]:
+    model: Any = wrap_ddp(Buffered())
+    for join in (model.join, lambda: Join([model])):
+        with join():
+            for step in range(1 + dist.get_rank()):
+                model(batch(step)).square().sum().backward()
+        model.zero_grad()
+        model(batch(5)).square().sum().backward()
+        check_in_sync(model)
+        model.eval()
+        if dist.get_rank() == 0:
+            model(batch())  # torch would go on to wait for the others here
+        model.train()
+    return [buffers_of(model)]
+
+
+def test_after_join_everything_is_as_before() -> None:
+    ours, theirs = run_distributed(after_join, timeout=30)
+    assert ours == theirs
 
 
 def on_three_ranks() -> list[Any]:

@@ -42,11 +42,11 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def flatten(tree: Any) -> tuple[Hashable, list[Any]]:
     """Return the tree's structure and its leaves, in canonical order.
 
-    The structure is hashable: None for a leaf, else the steps of the paths from here, and the
-    structures that they lead to.
+    The structure is hashable: None for a leaf, else the steps of the paths from here, the keys,
+    and the structures that they lead to.
 
-    >>> flatten({"b": 1, "a": [2]})
-    ((("['a']", "['b']"), ((('[0]',), (None,)), None)), [2, 1])
+    >>> flatten({"b": 1, "a": (2,)})
+    ((("['a']", "['b']"), ('a', 'b'), ((('[0]',), range(0, 1), (None,)), None)), [2, 1])
     """
     leaves: list[Any] = []
     return _flatten(tree, leaves), leaves
@@ -63,7 +63,7 @@ def paths_of(structure: Any, path: str = "") -> list[str]:
         return [path]
     return [
         longer
-        for step, below in zip(*structure, strict=True)
+        for step, _, below in zip(*structure, strict=True)
         for longer in paths_of(below, path + step)
     ]
 
@@ -111,16 +111,19 @@ def _flatten(node: Any, leaves: list[Any]) -> Any:
     if splitter is None:
         leaves.append(node)
         return None
-    steps, _, children = splitter(node)
-    return steps, tuple([_flatten(child, leaves) for child in children])
+    steps, keys, children = splitter(node)
+    if any(_SPLITTERS[kind] for kind in set(map(type, children))):
+        return steps, keys, tuple([_flatten(child, leaves) for child in children])
+    leaves += children  # the common case, and this makes it fast
+    return steps, keys, (None,) * len(steps)
 
 
 def _unflatten(node: Any, structure: Any, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
-    _, keys, children = _split(node)
-    _, below = structure
+    _, keys, below = structure
     if any(below):
+        _, _, children = _split(node)
         new = [_unflatten(*pair, leaves) for pair in zip(children, below, strict=True)]
     else:
         new = list(islice(leaves, len(below)))
@@ -180,7 +183,7 @@ def _rebuild(node: Any, keys: Sequence[Any], children: list[Any]) -> Any:
     kind = type(node)
     if kind is dict:
         by_key = dict(zip(keys, children, strict=True))
-        return {key: by_key[key] for key in node}
+        return dict(zip(node, map(by_key.__getitem__, node), strict=True))
     if kind in (list, tuple):
         return kind(children)
     if isinstance(node, Mapping):

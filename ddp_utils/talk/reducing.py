@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,9 @@ class Brought:
         """
         numbers = self.values
         if not self.plan.plain:
-            pairs = zip(_on_host(self.values), self.plan.leaves, strict=True)
-            numbers = [number for value, leaf in pairs for number in numbers_of(value, leaf)]
+            values, leaves = _on_host(self.values, self.plan.leaves), self.plan.leaves
+            parts = map(numbers_of, values, leaves)
+            numbers = list(chain.from_iterable(parts))
         try:
             return to_row(self.operation, numbers, self.plan)
         except OverflowError:
@@ -110,9 +112,9 @@ class Brought:
             OverflowError: A sum of ints is too large; names the path.
         """
         plan = self.plan
-        make = partial(rebuild, self.operation)
-        results = _blame(self.name, plan.paths, make, plan.leaves, reduced)
-        return unflatten(self.tree, self.structure, list(map(_beside, self.values, results)))
+        results = _rebuilt(self.operation, self.name, rebuild, plan.paths, plan.leaves, reduced)
+        beside = list(map(_beside, self.values, plan.leaves, results))
+        return unflatten(self.tree, self.structure, beside)
 
 
 def _blame(
@@ -127,6 +129,18 @@ def _blame(
             what = f"what is at {path}" if path else "the value"
             raise type(error)(f"{name}: {what} {error}") from None
     return results
+
+
+def _rebuilt(
+    operation: Operation,
+    name: str,
+    rebuild: Callable[..., Any],
+    paths: Iterable[str],
+    leaves: Iterable[Leaf],
+    reduced: Iterable[Any],
+) -> list[Any]:
+    with np.errstate(over="ignore"):  # too large for a float32 is infinity, as in torch
+        return _blame(name, paths, partial(rebuild, operation), leaves, reduced)
 
 
 def reduce_tree(
@@ -149,7 +163,8 @@ def reduce_tree(
         flat = brought.flat() if size > SMALL else None
         note = Note(
             brought.plan.digest,
-            on_accelerator=not brought.plan.plain and _on_accelerator(brought.values),
+            on_accelerator=not brought.plan.plain
+            and _on_accelerator(brought.values, brought.plan.leaves),
             size=size,
             weight=1.0 if weight is None else _checked_weight(weight),
         )
@@ -180,16 +195,17 @@ def _checked_weight(weight: Any) -> float:
     return number
 
 
-def _on_accelerator(values: Sequence[Any]) -> bool:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
+def _on_accelerator(values: Sequence[Any], leaves: Sequence[Leaf]) -> bool:
+    """Whether there are tensors, and all of them are on an accelerator."""
+    tensors = [v for v, leaf in zip(values, leaves, strict=True) if leaf.form == "tensor"]
+    return bool(tensors) and not any(tensor.is_cpu for tensor in tensors)
 
 
-def _on_host(values: Sequence[Any]) -> Sequence[Any]:
+def _on_host(values: Sequence[Any], leaves: Sequence[Leaf]) -> Sequence[Any]:
     """Bring accelerator tensors to the CPU, with one copy for all of a dtype."""
     away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+    for index, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
+        if leaf.form == "tensor" and not value.is_cpu:
             away.setdefault((value.device, value.dtype), []).append(index)
     if not away:
         return values
@@ -202,10 +218,11 @@ def _on_host(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _beside(old: Any, new: Any) -> Any:
-    if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
-        return new if new.device == old.device else new.to(old.device)
-    return new
+def _beside(old: Any, leaf: Leaf, new: Any) -> Any:
+    """Return ``new`` on the device of ``old``, if both are tensors."""
+    if leaf.form != "tensor" or not isinstance(old, torch.Tensor) or old.device == new.device:
+        return new
+    return new.to(old.device)
 
 
 def _weights(answers: Answers) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -290,11 +307,10 @@ def _reduce_unlike(call: Call, brought: Brought, answers: Answers, skip_missing:
         reduced = _reduce_large(
             brought.operation, call, flat, list(layout.values()), answers, list(holders.values())
         )
-    make = partial(rebuild, brought.operation)
-    results = _blame(brought.name, layout, make, layout.values(), reduced)
+    results = _rebuilt(brought.operation, brought.name, rebuild, layout, layout.values(), reduced)
     by_path = dict(zip(layout, results, strict=True))
     values = dict(zip(brought.plan.paths, brought.values, strict=True))
-    return map_leaves(lambda path: _beside(values.get(path), by_path[path]), tree)
+    return map_leaves(lambda path: _beside(values.get(path), layout[path], by_path[path]), tree)
 
 
 def _flat_unlike(brought: Brought, layout: Mapping[str, Leaf]) -> list[torch.Tensor]:

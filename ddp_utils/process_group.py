@@ -107,24 +107,31 @@ def shutdown_distributed() -> None:
 
     Not a collective: each rank leaves when it is done.
     """
+    _leave_group()
+
+
+def _leave_group() -> dist.ProcessGroup | None:
+    """Leave the group if it was made here, and return it: collecting it closes its connections."""
     global _made_here
     made, _made_here = _made_here, None
     if made is not None and dist.is_initialized() and dist.group.WORLD is made:
         _let_all_join()
         dist.destroy_process_group()
+    return made
 
 
-def leave(store: dist.Store, rank: int, how: str) -> None:
+def leave(store: dist.Store, rank: int, how: str) -> dist.ProcessGroup | None:
     """Leave the group, with word for those who may still wait for this rank on the store.
 
     ``store`` is :func:`shared_store` as it was inside the group, which may be gone by now.
-    Peers that wait in a collective notice by themselves: their connection closes.
+    Peers that wait in a collective notice by themselves: their connection closes with the
+    returned object, or with the process, which is faster where it is about to end.
     """
     try:
         store.set(f"left/{rank}", how)
     except RuntimeError:
         pass  # whoever kept the store has gone; so has everybody who could wait
-    shutdown_distributed()
+    return _leave_group()
 
 
 def _say_joined(world_size: int) -> None:

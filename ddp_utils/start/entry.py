@@ -89,6 +89,10 @@ def read_job(descriptor: int) -> Job:
     return job
 
 
+_left_group: list[object] = []
+"""The group that this rank has left. Its connections close with the process, or without this."""
+
+
 def main(job_fd: int, channel_fd: int, stacks_fd: int, local_rank: int) -> None:
     """Run one rank in an interpreter that was started for it."""
     job = read_job(job_fd)
@@ -112,8 +116,10 @@ def run_forked(
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = run(job, local_rank, socket.socket(fileno=channel), stacks, server)
-    for thread in threading.enumerate():  # in the order in which an interpreter ends
-        if thread is not threading.current_thread() and not thread.daemon:
+    running = [thread for thread in threading.enumerate() if not thread.daemon]
+    for thread in running:  # in the order in which an interpreter ends
+        if thread is not threading.current_thread():
+            _left_group.clear()  # its peers must not wait for this thread
             thread.join()
     atexit._run_exitfuncs()
     sys.exit(code)
@@ -233,9 +239,9 @@ def _call(
         how = "returned"
     except SystemExit as error:
         if error.code in (None, 0):
-            process_group.leave(store, report.rank, how)
+            _left_group.append(process_group.leave(store, report.rank, how))
         raise
-    process_group.leave(store, report.rank, how)
+    _left_group.append(process_group.leave(store, report.rank, how))
     return 0
 
 

@@ -69,7 +69,6 @@ def serve(control: socket.socket) -> NoReturn:
         sys.settrace(None)  # a debugger or a coverage tool is at work in the parent, not here
         sys.setprofile(None)
         become_reaper()
-        gc.collect()
         gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
         Server(control).run()
     finally:

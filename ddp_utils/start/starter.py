@@ -215,8 +215,9 @@ def _fresh(preload: list[str], forks: bool) -> ServerHandle:
 
 
 def _test_runner() -> list[str]:
-    """Return pytest's own modules where tests run here: each rank of a test needs them."""
-    return [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
+    """Return what most ranks of a test need, where tests run here: pytest, and what DDP loads."""
+    names = [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
+    return [*names, "torch._dynamo"] if names else []
 
 
 def _imports_of_main() -> list[str]:

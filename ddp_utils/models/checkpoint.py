@@ -132,6 +132,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: Rank zero sees no such file; on all ranks.
+        ValueError: ``broadcast`` without ``wait``.
         KeyError: The file has no such name.
         pickle.UnpicklingError: The file holds classes that ``weights_only=True`` refuses.
         DistributedError: Another rank failed, or sees another file than rank zero.
@@ -146,6 +147,8 @@ def load_checkpoint(
     def read(file: BinaryIO) -> Any:
         return _read(file, path, map_location, weights_only)
 
+    if broadcast and not wait:
+        raise ValueError("broadcast=True is for all ranks together: leave out wait=False")
     if not wait:
         try:
             with open(path, "rb") as file:

@@ -495,6 +495,8 @@ class TestOneProcess:
             with pytest.raises(FileNotFoundError):
                 load_checkpoint(tmp_path / "last.pt", wait=wait)
             assert load_checkpoint(tmp_path / "last.pt", wait=wait, missing_ok=True) == {}
+        with pytest.raises(ValueError, match="leave out wait=False"):
+            load_checkpoint(tmp_path / "last.pt", wait=False, broadcast=True)
 
     def test_a_missing_name_and_a_wrong_target_say_what_to_do(self, tmp_path: Path) -> None:
         path = tmp_path / "last.pt"

@@ -397,3 +397,23 @@ def test_a_second_signal_to_the_command_ends_it_at_once(script: Any, tmp_path: A
     process.communicate(timeout=30)
     assert process.returncode in (143, -signal.SIGTERM)
     assert list(tmp_path.glob("*.pt")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "code"), [("agent", 1), ("one rank", 0)])
+def test_under_torchrun_the_ranks_save_too(to: str, code: int, script: Any, tmp_path: Any) -> None:
+    """torchrun ends its ranks by SIGTERM when it gets one, waits 30 s, and ends with 1."""
+    train = script(STOPPABLE)
+    path = tmp_path / "last.pt"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = train.start(str(path), python=(*torchrun, str(train.path)))
+    pids: list[int] = []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        if line.startswith("pid"):
+            pids.append(int(line.split()[1]))
+    os.kill(process.pid if to == "agent" else pids[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert torch.load(path)["step"] > 0

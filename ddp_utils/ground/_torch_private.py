@@ -6,6 +6,7 @@ asserts that every one of them exists in the installed versions.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ __all__ = [
     "group_timeout",
     "in_join",
     "joined_until_exit",
+    "load_what_ddp_loads",
     "own_buffers",
     "reduced_parameters",
     "reducer_is_waiting",
@@ -70,6 +72,14 @@ def compiled_module_type() -> type[nn.Module] | tuple[()]:
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return () if dynamo is None else cast("type[nn.Module]", dynamo.OptimizedModule)
+
+
+def load_what_ddp_loads() -> None:
+    """Import what the first ``DistributedDataParallel`` of a process would: it takes a second.
+
+    Forks of this process then have it. torch loads it in passing, by no public name.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -169,8 +169,9 @@ def _start(
 ) -> RankFailedError | None:
     """Start the ranks and wait for them; return how the job failed, if it did."""
     from ddp_utils.ground.errors import RankFailedError, StartError
-    from ddp_utils.launching import Options, start_ranks
+    from ddp_utils.launching import Options
     from ddp_utils.testing.in_rank import Request, run_test
+    from ddp_utils.testing.run import start
 
     option = item.config.option
     debugs = bool(option.usepdb or option.trace)
@@ -187,13 +188,12 @@ def _start(
     try:
         with _terminal_for_ranks(item.config, debugs), pytest.MonkeyPatch.context() as patch:
             patch.setenv("DDP_UTILS_QUIET", "1")
-            start_ranks(
+            start(
                 run_test,
                 (request,),
                 {},
                 Options(nproc=size, backend=marked.backend, output="prefix"),
-                all_results=True,
-                time_limit=None if debugs else min(limits, default=TIMEOUT),
+                None if debugs else min(limits, default=TIMEOUT),
             )
     except RankFailedError as error:
         return error

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ddp_utils.ground._torch_private import load_what_ddp_loads
 from ddp_utils.launching import Options, start_ranks
 
 R = TypeVar("R")
 
-__all__ = ["run_distributed"]
+__all__ = ["run_distributed", "start"]
 
 
 def run_distributed(
@@ -29,5 +31,20 @@ def run_distributed(
         >>> run_distributed(abs, -2, world_size=2)
         [2, 2]
     """
-    options = Options(nproc=world_size, backend="gloo")
-    return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=timeout)
+    return start(fn, args, kwargs, Options(nproc=world_size, backend="gloo"), timeout)
+
+
+def start(
+    fn: Callable[..., R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    time_limit: float | None,
+) -> list[R]:
+    """Start ranks for a test, so that the next start finds everything loaded.
+
+    A process with other threads is not forked, and what it loads is of no use to the ranks.
+    """
+    if threading.active_count() == 1:
+        load_what_ddp_loads()
+    return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=time_limit)

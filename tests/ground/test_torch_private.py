@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -103,3 +104,14 @@ def test_ddp_has_what_the_wrapper_overrides_and_sets() -> None:
         assert name in source
     for call in ("self.will_sync_module_buffers()", "broadcast_buffers"):
         assert call in source
+
+
+def wraps_without_loading() -> bool:
+    loaded = "torch._dynamo" in sys.modules
+    DistributedDataParallel(nn.Linear(1, 1))
+    return loaded
+
+
+def test_what_ddp_loads_is_loaded_before_the_ranks_are_started() -> None:
+    private.load_what_ddp_loads()
+    assert run_distributed(wraps_without_loading, world_size=1) == [True]

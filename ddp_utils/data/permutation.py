@@ -18,7 +18,7 @@ __all__ = ["InOrder", "Permutation"]
 
 Array = npt.NDArray[Any]
 
-TABLE_BELOW = 1 << 16
+TABLE_BELOW = 1 << 17
 """Shorter orders are a true permutation, held as a table."""
 TABULATE_BELOW = 1 << 32
 """Below this the round functions are looked up, in tables of at most 2**16 entries."""
@@ -30,7 +30,7 @@ class Permutation:
 
     Same numbers, same order, on every platform and every version of NumPy and torch.
 
-    Construction. Below 2**16: the Fisher-Yates shuffle of ``numpy.random.RandomState``, whose
+    Construction. Below 2**17: the Fisher-Yates shuffle of ``numpy.random.RandomState``, whose
     stream NumPy has frozen. Above: a keyed permutation, a Feistel network on the mixed radices
     ``a * b >= length`` with a and b next to the square root. Position ``p = l * b + r``
     goes through eight rounds ``l += F(r) mod a`` and ``r += F(l) mod b`` in turn; F hashes its

@@ -53,10 +53,13 @@ class Walk:
         taken = self._batches() * self._batch_size
         return taken if self.length is None else min(taken, self.length)
 
-    def ran_out(self) -> None:
-        """Note that everything was drawn, which may be more than was handed out."""
+    def all_drawn_is_handed_out(self) -> bool:
+        """Whether a sampler that has run out is also through: not, if a loader drew it ahead."""
+        if self._batches is None:
+            return True
         if self.length is None:
             self.length = self._drawn
+        return self.taken >= self.length
 
     @property
     def is_look(self) -> bool:

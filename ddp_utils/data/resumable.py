@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from ddp_utils.agree.by_word import first_word, new_topic, require_same
 from ddp_utils.agree.seeding import common_seed, given_seed
 from ddp_utils.data.progress import Progress, Walk
 from ddp_utils.ground._torch_private import loader_that_draws
-from ddp_utils.world.world import get_rank, get_world_size, is_distributed
+from ddp_utils.world.world import get_rank, get_world_size
 
 __all__ = ["ResumableSampler", "describe"]
 
@@ -56,7 +57,10 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @abstractmethod
     def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[Any]]:
-        """Yield ``walk.draw`` of this rank's items, some at a time; then call ``_ran_out``."""
+        """Yield ``walk.draw`` of this rank's items, some at a time.
+
+        At the end call :meth:`_ran_out`, if the pass is to ``finish`` there.
+        """
 
     @abstractmethod
     def is_uneven(self, batch_size: int, drop_last: bool) -> bool:
@@ -64,22 +68,22 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         walk = self._driver
-        if walk is None:
-            walk = self.begin()
-            loader = loader_that_draws()
-            if loader is not None:
-                walk.count_by(*loader)
-            return chain.from_iterable(self._blocks(walk, True))
-        return chain.from_iterable(self._blocks(walk, False))
+        if walk is not None:
+            return chain.from_iterable(self._blocks(walk, False))
+        walk = self.begin()
+        loader = loader_that_draws()
+        if loader is not None:
+            walk.count_by(*loader)
+        return chain.from_iterable(self._blocks(walk, True))
 
-    def _ran_out(self, walk: Walk, finish: bool) -> None:
-        walk.ran_out()
-        if finish and walk.taken >= (walk.length or 0):
+    def _ran_out(self, walk: Walk) -> None:
+        """Note that everything was drawn, and the end of the pass if it was handed out too."""
+        if walk.all_drawn_is_handed_out():
             self.progress.finish(walk)
 
     def begin(self) -> Walk:
         """Start a pass. For loaders, which then draw with :meth:`drawn_by`."""
-        if self.num_replicas == 1:
+        if self.num_replicas == 1 and dist.is_initialized():
             self._refuse_new_group()
         if not self._has_compared:
             self._compare_with_other_ranks()
@@ -160,7 +164,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return position if length is None else min(position, length)
 
     def _refuse_new_group(self) -> None:
-        if is_distributed() and get_world_size() > 1:
+        if get_world_size() > 1:
             raise RuntimeError(
                 f"the sampler of {describe(self.dataset)} was made before there were "
                 f"{get_world_size()} ranks, and would give all of them everything: make samplers "

@@ -175,4 +175,5 @@ class ShardedSampler(ResumableSampler):
         if is_padded:
             again = positions[-1] % self.length
             yield walk.draw(order.take(range(again, again + 1)))
-        self._ran_out(walk, finish)
+        if finish:
+            self._ran_out(walk)

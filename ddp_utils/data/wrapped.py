@@ -125,7 +125,8 @@ class WrappedSampler(ResumableSampler):
             elif over and self.drop_last:
                 del items[-over:]
             yield walk.draw(items[self.rank :: ranks])
-        self._ran_out(walk, finish)
+        if finish:
+            self._ran_out(walk)
 
     def _draws(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield the whole sequence of an epoch, some items at a time."""

@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
+
 from ddp_utils.ground.errors import OneRankSectionError
 from ddp_utils.world.world import get_rank
 
 __all__ = ["Section", "call_site", "one_rank_section", "refuse_in_section"]
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-PASSED_THROUGH = (OURS, contextlib.__file__)
+TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+PASSED_THROUGH = (OURS, TORCHS, contextlib.__file__)
+"""Torch too: it is what calls the forward of a wrapped model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def refuse_in_section(operation: str, *, in_turn: bool = False) -> None:
 
 
 def call_site() -> str:
-    """Return ``file:line`` of the innermost frame that is not this package's own."""
+    """Return ``file:line`` of the innermost frame that is neither this package's nor torch's."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(PASSED_THROUGH) and frame.f_back is not None:
         frame = frame.f_back

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils.callsite import refuse_in_section
+from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import (
     in_join,
     joined_until_exit,
@@ -29,12 +30,15 @@ from ddp_utils.ground.unwrapping import uncompiled
 from ddp_utils.models.buffers import BufferSync
 from ddp_utils.models.comm_hooks import CommHook, register_hook
 from ddp_utils.models.gradient_watch import GradientWatch
+from ddp_utils.talk.circle import circle_of
+from ddp_utils.talk.debug import compare
 from ddp_utils.world.world import get_rank
 
 __all__ = ["WrappedModel"]
 
 _logger = logging.getLogger("ddp_utils")
 
+FORWARD = "a training forward"
 NOT_FORWARDED = frozenset({"buffer_hook"})
 """Names that torch asks its own wrapper for, to see whether they are there."""
 NOT_COPIED = ("process_group", "reducer", "logger", "_comm_hooks", "_buffers_of_all", "_watch")
@@ -58,6 +62,7 @@ class WrappedModel(DistributedDataParallel):
     def _start(self) -> None:
         """Make what is made anew in each copy; from here on attributes are passed on."""
         self._has_peers = dist.get_world_size(self.process_group) > 1
+        self._compares = settings.DEBUG.get()
         self._buffers_of_all: BufferSync | None = None
         if self.broadcast_buffers and self._has_peers:
             self._buffers_of_all = BufferSync(
@@ -77,9 +82,11 @@ class WrappedModel(DistributedDataParallel):
 
     @skip_frames
     def _before_forward(self) -> None:
-        if self.training and self._has_peers:
-            refuse_in_section("a training forward")
+        if self.training and self._has_peers and not in_join(self):
+            refuse_in_section(FORWARD)
             self._refuse_uneven_loader()
+            if self._compares:
+                compare(circle_of(self.process_group, FORWARD), FORWARD)
         if self._watch is not None:
             self._watch.before_forward()
 
@@ -93,9 +100,7 @@ class WrappedModel(DistributedDataParallel):
 
     def _refuse_uneven_loader(self) -> None:
         loaders = sys.modules.get("ddp_utils.data.loaders")  # without it none is being walked
-        if loaders is None or in_join(self):
-            return
-        loader = loaders.uneven_pass_in_progress()
+        loader = None if loaders is None else loaders.uneven_pass_in_progress()
         if loader is not None:
             raise DistributedError(
                 f"rank {get_rank()}: a training forward while {loader} is being walked, whose "

@@ -6,8 +6,7 @@ import copy
 import io
 import logging
 import pickle
-import sys
-import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_utils import DistributedError, RankFailedError, check_in_sync, unwrap, wrap_ddp
+from ddp_utils import (
+    DistributedError,
+    OneRankSectionError,
+    RankFailedError,
+    RanksDisagreeError,
+    check_in_sync,
+    make_loader,
+    rank_zero_only,
+    unwrap,
+    wrap_ddp,
+)
 from ddp_utils.models.wrapper import WrappedModel
 from ddp_utils.testing import run_distributed
 
@@ -276,29 +285,63 @@ def test_every_rank_evaluates_alone_the_same_model() -> None:
 
 
 def walk_an_uneven_loader() -> str:
-    # What the data's side tells, whoever tells it.
-    walked = types.ModuleType("ddp_utils.data.loaders")
-    walked.uneven_pass_in_progress = lambda: "the loader at train.py:3"  # type: ignore[attr-defined]
     model = wrap_ddp(Normed())
-    before = sys.modules.get("ddp_utils.data.loaders")
-    sys.modules["ddp_utils.data.loaders"] = walked
-    try:
+    loader = make_loader(range(3), batch_size=1, pad=False)
+    for _ in loader:
         model.eval()(batch())
-        with pytest.raises(DistributedError) as caught:
-            model.train()(batch())
-        with model.join():
-            model(batch()).sum().backward()
-    finally:
-        sys.modules.pop("ddp_utils.data.loaders")
-        if before is not None:
-            sys.modules["ddp_utils.data.loaders"] = before
+    walk = iter(loader)
+    next(walk)
+    with pytest.raises(DistributedError) as caught:
+        model.train()(batch())
+    with model.join():
+        model(batch()).sum().backward()
+    for _ in walk:
+        pass
+    model(batch()).sum().backward()
     return str(caught.value)
 
 
 def test_no_training_while_an_uneven_loader_is_walked() -> None:
     for rank, text in enumerate(run_distributed(walk_an_uneven_loader)):
-        assert text.startswith(f"rank {rank}: a training forward while the loader at train.py:3")
+        assert text.startswith(f"rank {rank}: a training forward while ")
         assert "pad=True" in text
+
+
+def forward_in_a_section() -> str:
+    model = wrap_ddp(Normed())
+
+    @rank_zero_only
+    def train() -> None:
+        model(batch())
+
+    if dist.get_rank() == 0:
+        with pytest.raises(OneRankSectionError) as caught:
+            train()
+        return str(caught.value)
+    return ""
+
+
+def test_no_training_where_only_one_rank_runs() -> None:
+    text = run_distributed(forward_in_a_section)[0]
+    assert f"rank 0 called a training forward at {__file__}:" in text
+
+
+def part_ways() -> str:
+    model = wrap_ddp(Normed())
+    for _ in range(2):
+        model(batch()).sum().backward()
+    ways: list[Callable[[], Any]] = [lambda: check_in_sync(model), lambda: model(batch())]
+    with pytest.raises(RanksDisagreeError) as caught:
+        ways[dist.get_rank()]()
+    return str(caught.value)
+
+
+def test_debug_tells_a_forward_from_what_other_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_UTILS_DEBUG", "1")
+    ours, theirs = run_distributed(part_ways)
+    assert ours == theirs
+    assert f"rank 1: a training forward at {__file__}:" in ours
+    assert "rank 0: check_in_sync at" in ours
 
 
 def leave_one_batch_out() -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "in_join",
     "joined_until_exit",
     "load_what_ddp_loads",
+    "loader_that_draws",
     "own_buffers",
     "reduced_parameters",
     "reducer_is_waiting",
@@ -41,6 +42,7 @@ __all__ = [
     "skip_frame",
     "skip_frames",
     "version_of",
+    "worker_info_as",
 ]
 
 

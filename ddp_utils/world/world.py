@@ -22,6 +22,7 @@ __all__ = [
     "World",
     "current_world",
     "detect_world",
+    "from_detection",
     "get_device",
     "get_local_rank",
     "get_local_world_size",

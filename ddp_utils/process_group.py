@@ -106,6 +106,12 @@ def shutdown_distributed() -> None:
     """Leave the process group if :func:`init_distributed` made it; else do nothing.
 
     Not a collective: each rank leaves when it is done.
+
+    Example:
+        >>> world = init_distributed()
+        >>> world.world_size
+        1
+        >>> shutdown_distributed()
     """
     _leave_group()
 

@@ -94,7 +94,11 @@ def from_detection(found: Detection) -> World:
 
 
 def current_world() -> World:
-    """Return who this process is now: a living process group first, then the environment."""
+    """Return who this process is now: a living process group first, then the environment.
+
+    >>> current_world().world_size  # no launcher, no group
+    1
+    """
     simulated = SIMULATED.get()
     if simulated is not None:
         return simulated
@@ -114,7 +118,11 @@ def current_world() -> World:
 
 
 def is_distributed() -> bool:
-    """Whether this process is in a process group now."""
+    """Whether this process is in a process group now.
+
+    >>> is_distributed()
+    False
+    """
     return dist.is_available() and dist.is_initialized()
 
 
@@ -122,6 +130,9 @@ def get_rank() -> int:
     """Return this process's rank, 0 where nothing is distributed.
 
     Right at import time in a started rank, before the group exists, inside it and after it.
+
+    >>> get_rank()
+    0
     """
     if SIMULATED.get() is None and is_distributed():
         return dist.get_rank()
@@ -129,29 +140,49 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """Return the number of ranks on all machines together."""
+    """Return the number of ranks on all machines together.
+
+    >>> get_world_size()  # no launcher, no group
+    1
+    """
     if SIMULATED.get() is None and is_distributed():
         return dist.get_world_size()
     return current_world().world_size
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those on its machine."""
+    """Return this process's rank among those on its machine.
+
+    >>> get_local_rank()
+    0
+    """
     return current_world().local_rank
 
 
 def get_local_world_size() -> int:
-    """Return the number of ranks on this machine."""
+    """Return the number of ranks on this machine.
+
+    >>> get_local_world_size()  # no launcher, no group
+    1
+    """
     return current_world().local_world_size
 
 
 def get_node_rank() -> int:
-    """Return the number of this machine, counted from 0."""
+    """Return the number of this machine, counted from 0.
+
+    >>> get_node_rank()
+    0
+    """
     return current_world().node_rank
 
 
 def is_rank_zero(local: bool = False) -> bool:
-    """Whether this is rank zero of the world, or with ``local=True`` of its machine."""
+    """Whether this is rank zero of the world, or with ``local=True`` of its machine.
+
+    >>> is_rank_zero(), is_rank_zero(local=True)
+    (True, True)
+    """
     return (get_local_rank() if local else get_rank()) == 0
 
 

@@ -366,6 +366,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_under_a_launcher_it_makes_the_group(script: Any) -> None:
     run = script(SCRIPT).run(
         "train.py", python=("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")

@@ -41,7 +41,7 @@ def agree() -> tuple[list[Any], list[bool]]:
     rank = get_rank()
     even, odd = dist.new_group([0]), dist.new_group([1, 2])
     results: list[Any] = []
-    for _ in range(3):
+    for _ in range(2):
         results += [all_reduce_mean(rank), any_rank(rank == 1)]
         barrier()
         with rank_zero_first():
@@ -51,7 +51,7 @@ def agree() -> tuple[list[Any], list[bool]]:
     results.append(rank_zero_only(os.getpid, broadcast=True)())
     results.append(any_rank(rank == 2, group=odd if rank else even))
     barrier()
-    return results, [shared_store().check([f"debug/0/{n}/{rank}"]) for n in range(15)]
+    return results, [shared_store().check([f"debug/0/{n}/{rank}"]) for n in range(11)]
 
 
 def test_ranks_that_agree_notice_nothing_and_leave_nothing_behind() -> None:

@@ -149,7 +149,7 @@ def compare_with_numpy(small: int) -> int:
     compared = 0
 
     @settings(
-        derandomize=True, database=None, max_examples=60, deadline=None, phases=[Phase.generate]
+        derandomize=True, database=None, max_examples=40, deadline=None, phases=[Phase.generate]
     )
     @given(trees_of_ranks(), st.sampled_from(sorted(REDUCE)))
     def compare(trees: list[dict[str, Any]], operation: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ __all__ = ["check_equal_steps", "check_in_sync"]
 
 CHUNK = 1 << 22
 """Elements that are looked at together, so that a large tensor needs little memory beside it."""
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,7 +82,8 @@ def check_equal_steps(n: int, group: dist.ProcessGroup | None = None) -> None:
     """
     call = Call.of("check_equal_steps", group)
     with call.preparing():
-        if isinstance(n, bool) or not isinstance(n, int):
+        number: object = n
+        if isinstance(number, bool) or not isinstance(number, Integral):
             raise TypeError(f"check_equal_steps takes a number of steps, not {n!r}")
     require_same_facts(
         call,
@@ -104,11 +108,10 @@ def _facts(model: nn.Module) -> dict[str, str]:
 def _told(tensors: Iterable[torch.Tensor]) -> Iterator[str]:
     """Yield for each tensor a text that is the same only for the same bits."""
     tensors = list(tensors)
-    digests = [torch.stack([_digest(part) for part in _parts(t)]).sum(0) for t in tensors]
-    for tensor, digest in zip(tensors, digests, strict=True):
-        first, second = digest.tolist()
-        bits = (first * 0x9E3779B97F4A7C15 + second) % 2**64
-        yield f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} #{bits:016x}"
+    digests = [[_digest(part) for part in _parts(tensor)] for tensor in tensors]
+    for tensor, parts in zip(tensors, digests, strict=True):
+        bits = "".join(f"{int(part) % 2**64:016x}" for part in parts)
+        yield f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} #{bits}"
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -119,20 +122,25 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two 64-bit sums over the tensor's bits, the second one weighted by position.
+    """Return a 64-bit digest of the tensor's bits, on its device.
 
-    Integer arithmetic wraps around and is the same in any order, on every device.
+    Each element is mixed with its place by splitmix64 (Steele, Lea and Flood, 2014), and the
+    results are added: integers wrap around, and their sum is the same in any order.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().view(-1)
     flat = flat.view(INTEGER_OF_SIZE[tensor.element_size()])
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(flat), CHUNK):
         chunk = flat[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + len(chunk), device=tensor.device)
-        sums += torch.stack([chunk.sum(), (chunk * places).sum()])
-    return sums
+        mixed = torch.arange(start + 1, start + 1 + len(chunk), device=tensor.device)
+        mixed.mul_(GAMMA).add_(chunk)
+        for shift, factor in ROUNDS:
+            mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)  # without the sign
+            mixed *= factor
+        total += mixed.sum()
+    return total
 
 
 def _warn_of_missing_gradients(model: nn.Module) -> None:

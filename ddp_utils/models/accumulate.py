@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -77,13 +78,10 @@ def accumulate(
 
 
 def _window(step: int, every: int, total: int | None) -> Window:
-    for name, value, least in (("step", step, 0), ("every", every, 1), ("total", total, 1)):
-        if value is None and name == "total":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"accumulate: {name} must be an integer, not {value!r}")
-        if value < least:
-            raise ValueError(f"accumulate: {name} must be at least {least}, not {value}")
+    _check_count("step", step, least=0)
+    _check_count("every", every, least=1)
+    if total is not None:
+        _check_count("total", total, least=1)
     if total is not None and step >= total:
         raise ValueError(
             f"accumulate: step {step} is beyond the last of total={total} micro-batches. step "
@@ -92,6 +90,13 @@ def _window(step: int, every: int, total: int | None) -> Window:
     start = step - step % every
     end = start + every if total is None else min(start + every, total)
     return Window(scale=1 / (end - start), is_last=step + 1 == end)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"accumulate: {name} must be an integer, not {value!r}")
+    if int(value) < least:
+        raise ValueError(f"accumulate: {name} must be at least {least}, not {value}")
 
 
 def global_scale(n_local: float | torch.Tensor) -> float:

@@ -87,6 +87,7 @@ class BufferSync:
         self._ignored = frozenset(ignored)
         self._group = group
         self._device = device
+        self._waits_for_device = device.type != "cpu"
         self._is_source = dist.get_rank(group) == 0
         held = self._held(module)
         self._names = list(held)
@@ -114,10 +115,10 @@ class BufferSync:
         message.fill(self._flags(held), held if self._is_source else {})
         dist.all_reduce(message.bytes, dist.ReduceOp.MAX, group=self._group)
         flags: list[int] = []
-        if self._device.type == "cpu" or self._syncs <= SETTLING:
+        if self._waits_for_device and self._syncs > SETTLING:
+            self._late = message.flags.clone()  # read when the device has long computed them
+        else:
             flags = message.flags.tolist()
-        else:  # reading them now would wait for the device in every step
-            self._late = message.flags.clone()
         if not self._is_source:
             flagged = {name for name, flag in zip(self._names, flags[1:], strict=False) if flag}
             message.deliver({name: h for name, h in held.items() if name not in flagged})
@@ -141,6 +142,7 @@ class BufferSync:
         dist.all_reduce(extra.bytes, dist.ReduceOp.MAX, group=self._group)
         if not self._is_source:
             extra.deliver(held)
+        self._remember({name: held[name] for name in flagged})
         self._times_flagged.update(flagged)
         self._planned = {
             name: held[name].spec
@@ -201,7 +203,7 @@ class BufferSync:
         return held
 
     def _remember(self, held: Mapping[str, Held]) -> None:
-        self._seen = {name: (h.tensor, version_of(h.tensor)) for name, h in held.items()}
+        self._seen.update({name: (h.tensor, version_of(h.tensor)) for name, h in held.items()})
 
 
 class Message:

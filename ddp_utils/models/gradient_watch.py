@@ -85,7 +85,8 @@ class GradientWatch:
         ddp = self._ddp()
         if ddp is None or not (self._steps_left > 0 or self._forwards % LOOK_AGAIN == 0):
             return
-        for name, parameter in ddp.module.named_parameters():
+        for name, parameter in ddp.named_parameters():
+            name = name.removeprefix("module.")
             known = parameter in self._names or parameter in self._unknown
             if parameter.requires_grad and not known and name not in ddp.parameters_to_ignore:
                 self._unknown[parameter] = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -95,7 +96,7 @@ def wrap_ddp(
     with call.preparing():
         _check_model(model)
         checked_hook(comm_hook)
-        _check_spelling(ddp_kwargs)
+        _check_names(ddp_kwargs)
         model = _placed(model, ddp_kwargs)
         if not is_distributed():
             return _without_group(model)
@@ -184,13 +185,20 @@ def _check_model(model: nn.Module, function: str = "wrap_ddp") -> None:
             )
 
 
-def _check_spelling(ddp_kwargs: Mapping[str, Any]) -> None:
+def _check_names(ddp_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what DDP does not take, also where there is no group and it would not be asked."""
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         if name in ddp_kwargs:
             raise TypeError(
                 f"wrap_ddp: write sync_buffers={ddp_kwargs[name]} instead of {name}, which means "
                 "different things in different versions of torch"
             )
+    known = inspect.signature(DistributedDataParallel.__init__).parameters.keys()
+    unknown = [name for name in ddp_kwargs if name not in known - {"self", "module"}]
+    if unknown:
+        raise TypeError(
+            f"wrap_ddp: neither it nor this torch's DistributedDataParallel takes {unknown[0]!r}"
+        )
 
 
 def _placed(model: nn.Module, ddp_kwargs: dict[str, Any]) -> nn.Module:
@@ -284,6 +292,7 @@ def _take_from_rank_zero(model: nn.Module, group: dist.ProcessGroup | None) -> N
     """Give every rank the same values, as DDP would, also of a model that is not trained."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     for _, tensor in _state(model):
-        values = tensor.detach().contiguous()
-        dist.broadcast(values, source, group=group)
-        tensor.data.copy_(values)
+        values = tensor.detach().reshape(-1).contiguous()
+        if len(values):
+            dist.broadcast(values.view(torch.uint8), source, group=group)  # bytes: of any dtype
+            tensor.data.copy_(values.view(tensor.shape))

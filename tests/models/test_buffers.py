@@ -185,6 +185,33 @@ def test_a_buffer_that_one_rank_changes_is_rank_zeros_on_all() -> None:
     assert run_distributed(changed_by_some, world_size=3) == [[[4, 4], [0, 0], [0, 0]]] * 3
 
 
+class LaterOn(OnSomeRanks):
+    """Begins to change its buffer after some steps."""
+
+    def forward(self, x: torch.Tensor, now: bool = False) -> torch.Tensor:
+        return super().forward(x) if now else self.layer(x)
+
+
+def read_late() -> list[Any]:
+    buffered: Any = wrap_ddp(Buffered())
+    later: Any = wrap_ddp(LaterOn(rank=1))
+    found = []
+    for each in (buffered, later):
+        each._buffers_of_all._waits_for_device = True  # as on an accelerator
+    for step in range(12):
+        buffered(batch(step)).square().sum().backward()
+        check_in_sync(buffered)
+        later(batch(step), now=step == 6 or step >= 9).sum().backward()
+        found.append(buffers_of(later)["hits"][0])
+    return found
+
+
+def test_without_waiting_for_the_device_a_new_change_is_a_step_late() -> None:
+    first, second = run_distributed(read_late)
+    assert first == [0] * 12
+    assert second == [0] * 6 + [1, 0, 0, 1, 0, 0]
+
+
 class Caching(nn.Module):
     """Registers a buffer in its first forward, and lets it grow with its input."""
 

@@ -183,6 +183,22 @@ def test_parameters_unfrozen_late_are_noticed_once() -> None:
     assert step < gradient_watch.LOOK_AGAIN
 
 
+def beside_the_model() -> list[str]:
+    model: Any = wrap_ddp(Two())
+    model.gain = nn.Parameter(torch.ones(1))  # on the wrapper: its model has no such name
+
+    def train() -> None:
+        a, b = model(batch())
+        ((a.sum() + b.sum()) * model.gain).backward()
+
+    return said(train)
+
+
+def test_a_parameter_on_the_wrapper_itself_is_noticed() -> None:
+    (found,) = run_distributed(beside_the_model, world_size=1)[0]
+    assert "the gradients of 'gain' were not averaged" in found
+
+
 def freed() -> list[bool]:
     model: Any = wrap_ddp(Two())
     a, b = model(batch())

@@ -48,6 +48,7 @@ def test_what_is_no_model_or_wrapped_already_is_refused(wrap: Any) -> None:
     [
         ({"broadcast_buffers": False}, TypeError, "write sync_buffers=False"),
         ({"forward_sync_buffers": True}, TypeError, "write sync_buffers=True"),
+        ({"find_unused": True}, TypeError, "takes 'find_unused'"),
         ({"comm_hook": "fp8"}, ValueError, "'fp16', 'bf16', 'post_local_sgd'"),
         ({"comm_hook": 16}, TypeError, "not 16"),
     ],
@@ -88,7 +89,10 @@ def test_at_world_size_one_the_model_is_wrapped_too() -> None:
 def wrap_on_two() -> list[Any]:
     torch.manual_seed(dist.get_rank())
     model = wrap_ddp(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)))
-    frozen = wrap_ddp(nn.Linear(2, 2).requires_grad_(False))
+    bare = nn.Linear(2, 2).requires_grad_(False)
+    bare.register_buffer("phase", torch.randn(3, 2, dtype=torch.complex64).t())
+    bare.register_buffer("empty", torch.ones(0, 3))
+    frozen = wrap_ddp(bare)
     half = wrap_ddp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)))
     for _ in range(3):
         half(torch.ones(1, 2)).sum().backward()
@@ -98,7 +102,7 @@ def wrap_on_two() -> list[Any]:
     with pytest.raises(DistributedError, match="2 ranks use wrap_ddp"):
         wrap_dp(nn.Linear(2, 2))
     return [
-        float(sum(t.double().sum() for t in m.state_dict().values()))
+        complex(sum(t.to(torch.complex128).sum() for t in m.state_dict().values()))
         for m in (model, frozen, half, in_group)
     ]
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, NoReturn
@@ -126,14 +127,13 @@ class Supervisor:
         with tempfile.TemporaryFile() as file:
             file.write(dumps(self._job))
             file.flush()
-            server.send(self._server.control, ("job",), [file.fileno()])
+            self._tell_server("job", descriptors=[file.fileno()])
         for local_rank in range(self._job.nproc):
             ours, theirs = socket.socketpair()
             streams, forwarders = self._outputs.open(local_rank)
             stacks = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank's other files
-            message = ("start", local_rank, self._server.forks)
             given = [theirs.fileno(), *streams, stacks.fileno()]
-            server.send(self._server.control, message, given)
+            self._tell_server("start", local_rank, self._server.forks, descriptors=given)
             theirs.close()
             for stream in streams:
                 os.close(stream)
@@ -204,7 +204,13 @@ class Supervisor:
                 self._send_signal(rank, given)
 
     def _send_signal(self, rank: _Rank, number: int) -> None:
-        server.send(self._server.control, ("signal", rank.local_rank, number), [])
+        self._tell_server("signal", rank.local_rank, number)
+
+    def _tell_server(self, *message: Any, descriptors: Sequence[int] = ()) -> None:
+        try:
+            server.send(self._server.control, message, list(descriptors))
+        except OSError:
+            pass  # it is gone, with all ranks; the loop is about to see it
 
     def _on_signals(self) -> None:
         for number in self._caught.read():
@@ -291,8 +297,7 @@ class Supervisor:
             return RankEnd(number, "ended", moment, None if name else code, name)
         kind: Literal["killed", "exited"] = "killed" if name else "exited"
         after = " after it had returned" if reported is not None else ""
-        tail = self._outputs.tail(number)
-        return RankEnd(number, kind, moment, None if name else code, name, after, tail)
+        return RankEnd(number, kind, moment, None if name else code, name, after)
 
     def _sweep(self) -> None:
         """Let the server clear away what the ranks have left behind."""
@@ -300,7 +305,7 @@ class Supervisor:
         failed = self._root() is not None or self._ending
         if self._swept:
             return
-        server.send(self._server.control, ("sweep", 0.0 if failed else grace, grace), [])
+        self._tell_server("sweep", 0.0 if failed else grace, grace)
         while not self._swept:
             self._turn(None)
 
@@ -321,7 +326,7 @@ class Supervisor:
 
     def _report(self, root: RankEnd) -> str:
         ends = [rank.end for rank in self._ranks if rank.end is not None]
-        return verdict.tell(root, ends, self._job.world_size)
+        return verdict.tell(root, ends, self._job.world_size, self._outputs.tail(root.rank))
 
     def _close(self) -> None:
         """Close everything; on the way out of an exception the ranks go with the server."""
@@ -336,7 +341,7 @@ class Supervisor:
         """Return where every rank's threads are, also those that wait in a collective."""
         running = [rank for rank in self._ranks if rank.end is None]
         for rank in running:
-            server.send(self._server.control, ("signal", rank.local_rank, STACKS_SIGNAL), [])
+            self._send_signal(rank, STACKS_SIGNAL)
         settled = time.monotonic() + 2.0
         while time.monotonic() < settled and not all(_size(rank.stacks) for rank in running):
             self._turn(0.05)

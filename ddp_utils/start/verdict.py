@@ -92,8 +92,11 @@ def is_clean_exit(end: RankEnd) -> bool:
     return end.kind == "exited" and end.exit_code == 0
 
 
-def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int) -> str:
-    """Return the report of a failed job; it ends with the traceback of the root cause."""
+def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int, tail: str = "") -> str:
+    """Return the report of a failed job; it ends with the traceback of the root cause.
+
+    ``tail`` is what that rank last wrote, where the user has not seen it.
+    """
     others = [end for end in ends if end.rank != root.rank]
     lines = [
         f"rank {root.rank} of {world_size}, {root.time:.1f} s after the start, {describe(root)}"
@@ -105,6 +108,8 @@ def tell(root: RankEnd, ends: Sequence[RankEnd], world_size: int) -> str:
         lines.append("  SIGKILL often means that the kernel had run out of memory (see dmesg).")
     if root.kind == "returned" or is_clean_exit(root):
         lines += _where_they_waited(others)
+    if tail:
+        lines += ["", tail.rstrip()]
     if root.traceback:
         lines += ["", f"Traceback of rank {root.rank}:", root.traceback.rstrip()]
     return "\n".join(lines)

@@ -2,44 +2,39 @@
 
 Rank zero writes; the others learn how it went, through the store. What a file may hold is told
 in :mod:`~ddp_utils.models.plain_types`, how it is replaced in
-:mod:`~ddp_utils.models.atomic_file`.
+:mod:`~ddp_utils.models.atomic_file`, how ranks wait for each other in
+:mod:`~ddp_utils.models.meeting`.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
-import pickle
-import time
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, TypeAlias
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, BinaryIO
 
 import torch
-from torch import nn
-from torch.serialization import default_restore_location, get_unsafe_globals_in_checkpoint
 
 from ddp_utils.callsite import call_site
 from ddp_utils.ground.errors import OneRankSectionError, RanksDisagreeError
 from ddp_utils.models import spread
 from ddp_utils.models.atomic_file import replacing
+from ddp_utils.models.filling import fill_all
 from ddp_utils.models.meeting import Meeting, relayed
 from ddp_utils.models.plain_types import check_readable, to_plain
-from ddp_utils.models.prefixes import load_model_state
 from ddp_utils.models.random_states import RandomStates
-from ddp_utils.world.world import get_device, get_rank, get_world_size
+from ddp_utils.models.reading import (
+    MapLocation,
+    StrPath,
+    identity_of,
+    open_if_there,
+    open_the_same,
+    read_file,
+)
+from ddp_utils.world.world import get_rank, get_world_size
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
-
-StrPath: TypeAlias = "str | os.PathLike[str]"
-MapLocation = Any
-"""What ``torch.load`` takes: a device, its name, a mapping of names, or a function."""
-
-TAIL = 2**20
-"""Bytes at the end of a file that tell it from another: torch puts every part's checksum there."""
-
-LAG = 10.0
-"""Seconds that a shared folder may take to show a rank what rank zero has put there."""
 
 
 def save_checkpoint(
@@ -85,14 +80,9 @@ def save_checkpoint(
     if meeting.rank > 0:
         _hear_of_save(meeting, path)
         return
-    told = {"path": os.fspath(path), "site": call_site(), "error": None}
-    try:
+    with meeting.telling("done", {"path": os.fspath(path), "site": call_site()}):
         gathered = {name: _of_all_ranks(meeting, name) for name in own_random}
         _write(path, state | gathered, weights_only)
-    except BaseException as error:
-        meeting.tell("done", told | {"error": meeting.account_of(error)})
-        raise
-    meeting.tell("done", told)
 
 
 def load_checkpoint(
@@ -145,27 +135,30 @@ def load_checkpoint(
     """
 
     def read(file: BinaryIO) -> Any:
-        return _read(file, path, map_location, weights_only)
+        return read_file(file, path, map_location, weights_only)
 
     if broadcast and not wait:
         raise ValueError("broadcast=True is for all ranks together: leave out wait=False")
     if not wait:
         try:
             with open(path, "rb") as file:
-                return _fill_all(read(file), targets, strict, path)
+                content = read(file)
         except FileNotFoundError:
             if missing_ok:
                 return {}
             raise
+        return fill_all(content, targets, strict, path)
     meeting = _meeting("load_checkpoint", None)
     try:
         content = _common_content(meeting, path, read, broadcast, weights_only)
         if content is None and missing_ok:
             rest = {}
         elif content is None:
-            raise FileNotFoundError(2, "rank zero sees no such checkpoint", os.fspath(path))
+            raise FileNotFoundError(
+                errno.ENOENT, "rank zero sees no such checkpoint", os.fspath(path)
+            )
         else:
-            rest = _fill_all(content, targets, strict, path)
+            rest = fill_all(content, targets, strict, path)
     except BaseException as error:
         if not hasattr(error, "effect_of"):
             meeting.fail(error)
@@ -259,7 +252,7 @@ def _common_content(
     if told["size"] is not None:
         meeting.agree("ready")
         return spread.receive(told["size"], weights_only)
-    with _open_the_same(meeting, path, told["identity"]) as file:
+    with open_the_same(path, told["identity"]) as file:
         return read(file)
 
 
@@ -267,182 +260,20 @@ def _content_for_all(
     meeting: Meeting, path: StrPath, read: Callable[[BinaryIO], Any], broadcast: bool
 ) -> Any:
     """As rank zero: open the file, tell the others, and read it; send it if so wanted."""
-    told: dict[str, Any] = {"path": os.fspath(path), "error": None, "identity": None, "size": None}
-    description = content = None
-    try:
-        with open(path, "rb") as file:
-            told["identity"] = _identity(file)
-            if broadcast and meeting.size > 1:
-                content = read(file)
-                description = spread.describe(content)
-                told["size"] = len(description)
-            meeting.tell("found", told)
-            if description is None:
-                return read(file)
-    except FileNotFoundError:
-        meeting.tell("found", told)
-        return None
-    except BaseException as error:
-        meeting.tell("found", told | {"error": meeting.account_of(error)})
-        raise
+    told: dict[str, Any] = {"path": os.fspath(path), "identity": None, "size": None}
+    content, description = None, b""
+    with ExitStack() as files:
+        with meeting.telling("found", told):
+            file = open_if_there(path)
+            if file is not None:
+                files.enter_context(file)
+                told["identity"] = identity_of(file)
+                if broadcast and meeting.size > 1:
+                    content = read(file)
+                    description = spread.describe(content)
+                    told["size"] = len(description)
+        if file is None or not description:
+            return None if file is None else read(file)
     meeting.agree("ready")
     spread.send(content, description)
     return content
-
-
-def _identity(file: BinaryIO) -> list[Any]:
-    """Return what tells one file from another: its length and a digest of its end."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TAIL))
-    digest = hashlib.sha256(file.read()).hexdigest()
-    file.seek(0)
-    return [size, digest]
-
-
-def _open_the_same(meeting: Meeting, path: StrPath, identity: list[Any]) -> BinaryIO:
-    """Open the file that rank zero sees; a shared folder may take a moment to show it here."""
-    deadline = time.monotonic() + LAG
-    while True:
-        size = None
-        try:
-            file = open(path, "rb")  # noqa: SIM115  # returned open
-        except FileNotFoundError:
-            pass
-        else:
-            own = _identity(file)
-            if own == identity:
-                return file
-            size = own[0]
-            file.close()
-        if time.monotonic() > deadline:
-            seen = "no such file" if size is None else f"another file ({size} bytes)"
-            raise RanksDisagreeError(
-                f"rank {meeting.rank} sees {seen} at {os.fspath(path)!r}, where rank zero sees "
-                f"one of {identity[0]} bytes. If the folder is not shared between the machines, "
-                "pass broadcast=True: then rank zero reads for all."
-            )
-        _refresh(os.path.dirname(os.path.abspath(path)))
-        time.sleep(0.1)
-
-
-def _refresh(folder: str) -> None:
-    """Have a network file system look again: listing a folder drops what it remembers of it."""
-    try:
-        os.listdir(folder)
-    except OSError:
-        pass
-
-
-def _read(file: BinaryIO, path: StrPath, map_location: MapLocation, weights_only: bool) -> Any:
-    """Return the content of a file, with errors that name the file and what to do."""
-    where = f"rank {get_rank()} cannot read {os.fspath(path)!r}"
-    place = _to_own_device if map_location is None else map_location
-    try:
-        return torch.load(file, map_location=place, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        refused = _refused_classes(file)
-        if not refused:
-            raise pickle.UnpicklingError(f"{where}: {error}") from None
-        raise pickle.UnpicklingError(
-            f"{where}: it holds {', '.join(refused)}, which weights_only=True does not build, "
-            "because building it may run code. If you trust the file, "
-            f"load_checkpoint({os.fspath(path)!r}, weights_only=False) reads it."
-        ) from None
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a broken file makes torch raise anything
-        raise RuntimeError(
-            f"{where}: {type(error).__name__}: {error}. So it is with a file that was cut off, or "
-            "that torch.save has not written."
-        ) from error
-
-
-def _refused_classes(file: BinaryIO) -> list[str]:
-    file.seek(0)
-    try:
-        return get_unsafe_globals_in_checkpoint(file)  # type: ignore[no-any-return,unused-ignore]
-    except Exception:
-        return []  # a file of another format: torch's own message has to do
-
-
-def _to_own_device(storage: Any, tag: str) -> Any:
-    """Keep on the CPU what was there, and bring the rest to this rank's device."""
-    if tag == "cpu":
-        return storage
-    return default_restore_location(storage, str(get_device()))  # type: ignore[no-untyped-call]
-
-
-def _fill_all(
-    content: Any, targets: Mapping[str, Any], strict: bool, path: StrPath
-) -> dict[str, Any]:
-    """Fill the targets in their order, and return what is left of the content."""
-    wanted = {name: target for name, target in targets.items() if target is not None}
-    content = _by_name(content, wanted, path)
-    missing = [name for name in wanted if name not in content]
-    if missing:
-        raise KeyError(
-            f"{os.fspath(path)!r} holds no {', '.join(missing)}; it holds {_some(content)}"
-        )
-    for name, target in wanted.items():
-        _fill(target, content[name], name, strict)
-    _warn_of_strange_optimizers(wanted)
-    return {name: value for name, value in content.items() if name not in wanted}
-
-
-def _by_name(content: Any, wanted: Mapping[str, Any], path: StrPath) -> Mapping[str, Any]:
-    """Return the content as a mapping of names; a bare model state is the one model's."""
-    if not isinstance(content, Mapping):
-        raise TypeError(
-            f"{os.fspath(path)!r} holds a {type(content).__name__} and no dictionary of names: "
-            "read it with torch.load"
-        )
-    models = [name for name, target in wanted.items() if isinstance(target, nn.Module)]
-    bare = content and all(isinstance(value, torch.Tensor) for value in content.values())
-    if bare and len(models) == 1 and models[0] not in content:
-        return {models[0]: content}
-    return content
-
-
-def _fill(target: Any, state: Any, name: str, strict: bool) -> None:
-    if isinstance(target, RandomStates):
-        target.restore(state)
-    elif isinstance(target, nn.Module):
-        load_model_state(target, state, strict=strict)
-    elif callable(getattr(target, "load_state_dict", None)):
-        target.load_state_dict(state)
-    elif isinstance(target, Mapping) and isinstance(state, Mapping):
-        for key, part in target.items():
-            _fill(part, state[key], f"{name}[{key!r}]", strict)
-    elif isinstance(target, (list, tuple)) and isinstance(state, (list, tuple)):
-        for i, (part, part_state) in enumerate(zip(target, state, strict=True)):
-            _fill(part, part_state, f"{name}[{i}]", strict)
-    else:
-        raise TypeError(
-            f"load_checkpoint({name}=...) fills objects with load_state_dict, and a "
-            f"{type(target).__name__} is none. Leave it out: what is not asked for is returned."
-        )
-
-
-def _warn_of_strange_optimizers(targets: Mapping[str, Any]) -> None:
-    """Warn of an optimizer that holds the parameters of a model that has since been replaced."""
-    models = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
-    for name, optimizer in targets.items():
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            continue
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        known = {id(p) for model in models.values() for p in model.parameters()}
-        if any(id(p) in known for p in held):
-            continue
-        for model_name, model in models.items():
-            if [p.shape for p in model.parameters()] == [p.shape for p in held]:
-                warnings.warn(
-                    f"load_checkpoint: {name} steps parameters like those of {model_name}, but "
-                    "not those: it was made before the model was replaced, so the model would "
-                    "never train. Make the optimizer last.",
-                    stacklevel=4,
-                )
-
-
-def _some(names: Mapping[str, Any], most: int = 8) -> str:
-    shown = ", ".join(map(repr, list(names)[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

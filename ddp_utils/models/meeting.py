@@ -12,6 +12,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ddp_utils.ground.errors import AbsentRanksError, DistributedError, RankZero
 from ddp_utils.process_group import shared_store
 from ddp_utils.talk.circle import circle_of
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "relayed"]
 
 PATIENCE = 30.0
 """Seconds of waiting after which a rank says for whom it waits."""
@@ -61,6 +62,16 @@ class Meeting:
         """Leave word of this rank's on a topic."""
         self._keys.add(f"{topic}/{self.rank}")
         self._set(f"{topic}/{self.rank}", word)
+
+    @contextmanager
+    def telling(self, topic: str, word: dict[str, Any]) -> Iterator[None]:
+        """Leave word when the block ends: ``word`` and, as ``"error"``, what it raised."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(topic, word | {"error": self.account_of(error)})
+            raise
+        self.tell(topic, word | {"error": None})
 
     def hear(self, topic: str, rank: int) -> Any:
         """Wait for a rank's word on a topic, and return it.

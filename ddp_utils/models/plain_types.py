@@ -28,9 +28,9 @@ from ddp_utils.models.prefixes import strip_module_prefix
 __all__ = ["check_readable", "has_state", "to_plain"]
 
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-NUMBERS = (bool, int, float, complex, str, bytes)
+SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (dict, OrderedDict, list, tuple)
-READABLE = {*NUMBERS, *CONTAINERS, type(None), torch.Tensor, nn.Parameter} - {bytes}
+READABLE = {*SCALARS, *CONTAINERS, type(None), torch.Tensor, nn.Parameter} - {bytes}
 """The classes that need no question to torch: whatever their value, it reads it."""
 
 
@@ -69,7 +69,7 @@ def has_state(value: Any) -> bool:
 
 def _plain_number(value: np.generic) -> Any:
     number = float(value) if isinstance(value, np.longdouble) else value.item()
-    return number if type(number) in NUMBERS else value
+    return number if type(number) in SCALARS else value
 
 
 def _plain_dict(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -104,7 +104,7 @@ def check_readable(value: Any, path: str = "") -> None:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
-            if type(key) not in NUMBERS:
+            if type(key) not in SCALARS:
                 yield f"'s key {key!r}", key
             yield f"[{key!r}]", child
     elif isinstance(value, (list, tuple)):

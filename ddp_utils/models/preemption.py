@@ -34,11 +34,12 @@ _logger = logging.getLogger("ddp_utils")
 def stop_requested() -> bool:
     """Whether the ranks have been asked to stop: the same answer on all of them.
 
-    Call it on every rank, once a step. The first call arms SIGTERM and SIGUSR1: from then on
-    such a signal to any rank does not end it, and on all ranks the same call of this function
-    returns True, at most one step after the signal. So do all later calls. Then save, and return
-    from the main function. More signals within 2 s are the same request; a later one ends the
-    rank at once. A rank that fails is an error and never a stop.
+    Call it on every rank, once a step. The first call arms SIGTERM and SIGUSR1, unless
+    ``distributed_main(stop_signals=...)`` has armed others. From then on such a signal does not
+    end a rank: the same call of this function returns True on all ranks, at most one step after
+    the signal came to one of them. So do all later calls. Then save, and return from the main
+    function. More signals within 2 s are the same request; a later one ends the rank at once. A
+    rank that fails is an error and never a stop.
 
     A collective, but one that waits for no step of the others except the one before. It does not
     wait for the accelerator.
@@ -54,7 +55,8 @@ def stop_requested() -> bool:
         ...         break
     """
     global _agreement
-    stop_signals.arm()
+    if not stop_signals.armed():
+        stop_signals.arm()
     circle = circle_of(None, "stop_requested")
     asked = stop_signals.first_signal() or 0
     if circle.size == 1:

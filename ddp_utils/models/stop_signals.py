@@ -10,6 +10,8 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -38,14 +40,15 @@ class _Watch:
         self.came: int | None = None
         self._since: float | None = None
         self._passes_on = False
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
         threading.Thread(target=self._count, name="ddp_utils signals", daemon=True).start()
 
     def catch(self, numbers: Iterable[int]) -> None:
         """Catch these signals as well. On the main thread only, like the other two."""
-        other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._passes_on = other not in (-1, self._write)
+        own = self._write.fileno()
+        other = signal.set_wakeup_fd(own, warn_on_full_buffer=False)
+        self._passes_on = other not in (-1, own)
         if self._passes_on:  # an event loop listens there; then Python's handler has to do
             signal.set_wakeup_fd(other)
         for number in numbers:
@@ -57,21 +60,21 @@ class _Watch:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         other = signal.set_wakeup_fd(-1)
-        if other != self._write:
+        if other != self._write.fileno():
             signal.set_wakeup_fd(other)
-        os.close(self._write)  # the thread reads its end
+        self._write.close()  # the thread reads its end
 
     def _on_signal(self, number: int, stack: object) -> None:
         self.came = number
         if self._passes_on:
-            os.write(self._write, bytes([number]))
+            self._write.send(bytes([number]))
 
     def _count(self) -> None:
-        while numbers := os.read(self._read, 64):
-            for number in numbers:
-                if number in self.before:
-                    self._note(number)
-        os.close(self._read)
+        with self._read:
+            while numbers := self._read.recv(64):
+                for number in numbers:
+                    if number in self.before:
+                        self._note(number)
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
@@ -102,7 +105,7 @@ def arm(signals: Iterable[int] = STOP_SIGNALS) -> None:
             _warned = True
             _logger.warning("stop signals to this rank are not caught: not on the main thread")
         return
-    if not _prepared:
+    if not _prepared and hasattr(os, "register_at_fork"):
         _prepared = True
         os.register_at_fork(
             before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork
@@ -156,7 +159,7 @@ def _in_fork() -> None:
     _callbacks.clear()
     if _watch is not None:
         _watch.release()
-        os.close(_watch._read)
+        _watch._read.close()  # here is no thread that would
         _watch = None
         if loader_workers.is_being_forked():
             loader_workers.obey_parent_only()
@@ -169,5 +172,6 @@ def _end_by(number: int) -> None:
 
     ``signal.signal`` is for the main thread, which may be waiting in C.
     """
-    ctypes.CDLL(None).signal(number, None)
+    if sys.platform != "win32":
+        ctypes.CDLL(None).signal(number, None)
     os.kill(os.getpid(), number)

@@ -29,7 +29,7 @@ from ddp_utils import (
     save_checkpoint,
     wrap_ddp,
 )
-from ddp_utils.models import checkpoint
+from ddp_utils.models import checkpoint, reading
 from ddp_utils.process_group import shared_store
 from ddp_utils.testing import run_distributed
 
@@ -111,9 +111,9 @@ def test_k05_no_rank_loads_onto_the_device_of_another(
     Without ``map_location`` every rank put the file's tensors on GPU 0.
     """
     places: list[str] = []
-    monkeypatch.setattr(checkpoint, "get_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(reading, "get_device", lambda: torch.device("cuda", 1))
     monkeypatch.setattr(
-        checkpoint, "default_restore_location", lambda s, where: places.append(where) or s
+        reading, "default_restore_location", lambda s, where: places.append(where) or s
     )
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")

@@ -68,8 +68,11 @@ class TestAlone:
 
     def test_only_the_wanted_signals_are_armed(self) -> None:
         stop_signals.arm([signal.SIGUSR2])
+        assert not stop_requested()
         assert stop_signals.armed() == (signal.SIGUSR2,)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop_requested()
 
     def test_whoever_asks_learns_that_signals_are_armed(self) -> None:
         heard: list[tuple[int, ...]] = []

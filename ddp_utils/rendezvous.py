@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import DistributedError, RendezvousError
-from ddp_utils.world.addresses import is_loopback
+from ddp_utils.world.addresses import is_loopback, job_name
 from ddp_utils.world.world import World
 
 __all__ = [
@@ -84,7 +85,7 @@ def meet(world: World, init_method: str | None, timeout: timedelta | None) -> Me
 
 def _meet(world: World, init_method: str | None, patience: timedelta) -> Meeting:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if init_method is not None or (agent and world.launcher == "torchrun"):
+    if init_method not in (None, "env://") or (agent and world.launcher == "torchrun"):
         return _meet_as_torch_does(world, init_method or "env://", patience)
     if world.master_addr is None or world.master_port is None:
         raise RendezvousError(
@@ -99,7 +100,7 @@ def _meet(world: World, init_method: str | None, patience: timedelta) -> Meeting
         _stay_until_all_have_left(store, world)
         return Meeting(store, hosted_here=True)
     store, address = join_store(world, patience)
-    _show_presence(store, address)
+    _show_presence(store, address, world)
     return Meeting(store, address)
 
 
@@ -121,8 +122,9 @@ def host_store(host: str, port: int) -> dist.TCPStore:
     """Return a store that listens at a port of this machine, on loopback only if that is asked.
 
     Raises:
-        RendezvousError: the port is taken.
+        RendezvousError: the port is taken, here or on the machine that the host names.
     """
+    _check_only_rank_zero(host, port)
     try:
         listener = listen(host, port)
     except OSError as error:
@@ -132,7 +134,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
             "all ranks."
         ) from None
     return dist.TCPStore(
-        "127.0.0.1" if listener.family == socket.AF_INET else "::1",
+        "::1" if listener.getsockname()[0] == "::1" else "127.0.0.1",
         port,
         is_master=True,
         wait_for_workers=False,
@@ -147,11 +149,46 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
         return socket.create_server((address, port), family=family, backlog=4096)
-    if socket.has_dualstack_ipv6():
+    try:
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
         )
+    except (OSError, ValueError) as error:  # no IPv6 here, in one of several ways
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise
     return socket.create_server(("", port), backlog=4096)
+
+
+def _check_only_rank_zero(host: str, port: int) -> None:
+    """Raise where the address is another machine's, and somebody listens there.
+
+    RANK=0 on every machine would make worlds of one each, which wait for their others. That the
+    address is not this machine's is no error by itself: it may be that of a service in front.
+    """
+    if _is_here(host):
+        return
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return
+    raise RendezvousError(
+        f"rank 0 on {socket.gethostname()} would host the store, but another process listens at "
+        f"{host}:{port}, which is no address of this machine. Was RANK=0 (or NODE_RANK=0) given "
+        "to several machines, or is MASTER_ADDR not that of the machine that runs rank 0?"
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether one of a host's addresses is this machine's, or none is known."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def join_store(world: World, patience: timedelta) -> tuple[dist.TCPStore, str]:
@@ -304,6 +341,28 @@ def roll_call(
             raised alike on all ranks that are there.
     """
     store = dist.PrefixStore("roll_call", meeting.store)
+    try:
+        told = _call(store, meeting, world, timeout or PATIENCE, device, trouble)
+        if told is None and trouble is None:
+            return _best_master_ip(store)
+    except dist.DistError as error:
+        told = (
+            f"{who(world)} lost rank 0 at {world.master_addr}:{world.master_port} before all "
+            f"ranks had come ({first_line(error)}): see what rank 0 says"
+        )
+    raise trouble or RendezvousError(told)
+
+
+def _call(
+    store: dist.Store,
+    meeting: Meeting,
+    world: World,
+    patience: timedelta,
+    device: str | None,
+    trouble: DistributedError | None,
+) -> str | None:
+    """Return what is wrong with any rank, once all are there or one has told."""
+    _check_same_job(store, world)
     text = str(trouble) if trouble is not None else _conflict(store, world, device)
     if meeting.master_ip is not None:
         kind = "loopback" if is_loopback(meeting.master_ip) else "network"
@@ -313,22 +372,27 @@ def roll_call(
         store.set("done", "trouble")
     elif store.add("came", 1) == world.world_size:
         store.set("done", "all")
-    waiting = _Waiting(world, timeout or PATIENCE)
-    try:
-        while not store.check(["done"]):
-            if waiting.over("the other ranks: only some of them have come"):
-                raise RendezvousError(_absentees(store, world, timeout or PATIENCE))
-        told = store.get("trouble").decode() if store.check(["trouble"]) else None
-        if told is not None:
-            _tell_the_late(store, world, meeting.hosted_here)
-        elif trouble is None:
-            return _best_master_ip(store)
-    except dist.DistNetworkError as error:
-        told = (
-            f"{who(world)} lost rank 0 at {world.master_addr}:{world.master_port} before all "
-            f"ranks had come ({first_line(error)}): see what rank 0 says"
+    waiting = _Waiting(world, patience)
+    while not store.check(["done"]):
+        if waiting.over("the other ranks: only some of them have come"):
+            raise RendezvousError(_absentees(store, world, patience))
+    if not store.check(["trouble"]):
+        return None
+    told = store.get("trouble").decode()
+    _tell_the_late(store, world, meeting.hosted_here)
+    return told
+
+
+def _check_same_job(store: dist.Store, world: World) -> None:
+    """Raise where the store is another job's, without telling that job, which is well."""
+    own = job_name(world.launcher, os.environ) or "unknown"
+    known = store.compare_set("job", "", own).decode()
+    if known != own:
+        raise RendezvousError(
+            f"{who(world)} of job {own} found the store of another job, {known}, at "
+            f"{world.master_addr}:{world.master_port}. Set MASTER_PORT to another port for one "
+            "of them."
         )
-    raise trouble or RendezvousError(told)
 
 
 def _best_master_ip(store: dist.Store) -> str | None:
@@ -428,8 +492,15 @@ def _stay_until_all_have_left(store: dist.Store, world: World) -> None:
     atexit.register(_wait_for_the_last, listener, os.getpid())
 
 
-def _show_presence(store: dist.Store, address: str) -> None:
-    port = int(dist.PrefixStore("ddp_utils_presence", store).get("port"))
+def _show_presence(store: dist.Store, address: str, world: World) -> None:
+    try:
+        port = int(dist.PrefixStore("ddp_utils_presence", store).get("port"))
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"{who(world)} found a store at {world.master_addr}:{world.master_port} that is not "
+            f"of rank 0 of this job ({first_line(error)}): another job has the port. Set "
+            "MASTER_PORT to a free one, the same for all ranks."
+        ) from None
     with contextlib.suppress(OSError):  # a port that is shut to us: rank zero will not wait
         _presence.append(socket.create_connection((address, port), 3))
 

@@ -5,6 +5,7 @@ Ranks that this package started play ranks of another launcher here, as that is 
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -23,6 +24,7 @@ from ddp_utils import (
     get_world_size,
     rendezvous,
 )
+from ddp_utils.process_group import shared_store
 from ddp_utils.rendezvous import meet, roll_call
 from ddp_utils.testing import run_distributed
 
@@ -109,6 +111,44 @@ def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, texts: list[s
     assert error.startswith("RendezvousError")
     for text in texts:
         assert text in error
+
+
+def two_jobs(port: int) -> Text:
+    """Ranks 0 and 1 are one job, rank 2 is rank 1 of another that was told the same port."""
+    world = as_under_another_launcher(port, rank=min(get_rank(), 1), world_size=2)
+    os.environ["PMIX_NAMESPACE"] = "8" if get_rank() == 2 else "7"
+    ready = shared_store()
+    try:
+        meeting = meet(world, None, SECONDS)
+        if get_rank() == 1:
+            ready.wait(["the stranger has come"], SECONDS)
+        error = error_of(lambda: roll_call(meeting, world, SECONDS))
+        ready.set("the stranger has come", "") if get_rank() == 2 else None
+        ready.wait(["the stranger has come"], SECONDS)
+    finally:
+        del os.environ["PMIX_NAMESPACE"]
+    return error
+
+
+def test_a_rank_that_comes_to_another_job_s_store_is_told_and_that_job_is_not() -> None:
+    first, second, stranger = run_distributed(two_jobs, free_port(), world_size=3)
+    assert (first, second) == (None, None)
+    assert stranger is not None
+    assert "of job 8 found the store of another job, 7, at 127.0.0.1:" in stranger
+
+
+def meet_at_env(port: int) -> int:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = as_under_another_launcher(port)
+    meeting = meet(world, "env://", SECONDS)
+    roll_call(meeting, world, SECONDS)
+    if world.rank == 0:
+        assert meeting.hosted_here
+    return meeting.store.add("came", 1)
+
+
+def test_env_as_init_method_is_what_the_launcher_says() -> None:
+    assert sorted(run_distributed(meet_at_env, free_port(), world_size=2)) == [1, 2]
 
 
 def come_too_few(port: int) -> Text:
@@ -221,6 +261,36 @@ def test_the_store_of_one_machine_listens_on_loopback_only() -> None:
             assert listener.getsockname()[0] in ("127.0.0.1", "::1")
     with rendezvous.listen("n1", 0) as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_machine_without_ipv6_listens_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.create_server
+
+    def without_ipv6(address: tuple[str, int], **options: object) -> socket.socket:
+        if options.get("family") == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(address, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    with rendezvous.listen("n1", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_rank_zero_on_a_machine_that_is_not_the_master_s_is_told_if_that_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R04: RANK=0 everywhere, a world of one on each machine, and a hang."""
+    monkeypatch.setattr(rendezvous, "_is_here", lambda host: False)
+    with service(None) as port, pytest.raises(RendezvousError) as caught:
+        rendezvous.host_store("127.0.0.1", port)
+    assert "Was RANK=0 (or NODE_RANK=0) given to several machines" in str(caught.value)
+    rendezvous.host_store("127.0.0.1", free_port())  # nobody there: a service in front, perhaps
+
+
+def test_whether_an_address_is_this_machine_s() -> None:
+    assert rendezvous._is_here("127.0.0.1")
+    assert rendezvous._is_here("localhost")
+    assert not rendezvous._is_here("192.0.2.77")
 
 
 def test_an_ipv6_address_needs_no_brackets() -> None:

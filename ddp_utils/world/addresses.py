@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import slurm
 
-__all__ = ["Address", "given", "is_loopback", "of_mpi_job", "of_slurm_step", "parse_port"]
+__all__ = [
+    "Address",
+    "given",
+    "is_loopback",
+    "job_name",
+    "of_mpi_job",
+    "of_slurm_step",
+    "parse_port",
+]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
@@ -143,12 +151,12 @@ def of_mpi_job(environ: Environ, one_machine: bool, title: str) -> Address:
         raise LauncherError(
             f"{title} runs this on several machines and does not tell where rank 0 is. Set "
             "MASTER_ADDR to the name or address of the machine of rank 0 (mpirun -x MASTER_ADDR="
-            "... or mpiexec -genv MASTER_ADDR ...), and MASTER_PORT to a free port there."
+            "... or mpiexec -genv MASTER_ADDR ...), and MASTER_PORT if it has to be a certain one."
         )
     if host is None:
         host = LOOPBACK
         notes.append(f"the ranks meet at {LOOPBACK}: all are on one machine")
-    name = next((name for name in NAMES_OF_JOBS if environ.get(name)), None)
+    name = _name_of_mpi_job(environ)
     if port is None and name is not None:
         port = 10000 + zlib.crc32(environ[name].encode()) % 20011
         used[name] = environ[name]
@@ -156,3 +164,19 @@ def of_mpi_job(environ: Environ, one_machine: bool, title: str) -> Address:
         port = DEFAULT_PORT
         notes.append(f"port {DEFAULT_PORT}: nothing tells this job from others, or MASTER_PORT")
     return Address(host, port, used, notes)
+
+
+def job_name(launcher: str, environ: Environ) -> str | None:
+    """Return what tells the job from all others of its launcher, alike on all its ranks.
+
+    >>> job_name("slurm", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
+    '7.0'
+    """
+    if launcher == "slurm":
+        return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    name = _name_of_mpi_job(environ) if launcher == "mpi" else None
+    return None if name is None else environ[name]
+
+
+def _name_of_mpi_job(environ: Environ) -> str | None:
+    return next((name for name in NAMES_OF_JOBS if environ.get(name)), None)

@@ -70,7 +70,7 @@ def source_address(host: str, port: int) -> str | None:
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
-            return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0]).partition("%")[0]  # without the scope of fe80::
     return None
 
 

@@ -207,6 +207,10 @@ def _forced(environ: Environ, forced: str, read_file: ReadFile) -> Detection:
 def _undirected(environ: Environ, read_file: ReadFile) -> Detection:
     """Decide where no one has said which launcher to believe."""
     torchrun = _read(TORCHRUN, environ)
+    if torchrun and "TORCHELASTIC_RUN_ID" in environ:  # whatever started torchrun is outside
+        found = _from_torchrun(_require(TORCHRUN, environ), environ)
+        found.ignored = _ignore(environ, found.decided, "torchrun, inside it, counts")
+        return found
     step, no_step = _slurm_step(environ)
     mpi, no_mpi = _mpi_job(environ, in_slurm="SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ)
     outer, no_outer = _innermost(step, mpi)
@@ -214,14 +218,14 @@ def _undirected(environ: Environ, read_file: ReadFile) -> Detection:
     if torchrun and _is_a_pods(torchrun, environ):
         reasons |= dict.fromkeys(torchrun.used, "the pod's, where PET_ variables count machines")
         torchrun = None
-    if torchrun and outer and not _is_nested(torchrun, outer, environ):
+    if torchrun and outer and not _is_nested(torchrun, outer):
         _check_agreement(torchrun, outer)
         outer.facts = {**torchrun.facts, **outer.facts}
         outer.used |= torchrun.used
         torchrun = None
     if torchrun:
         found = _from_torchrun(_require(TORCHRUN, environ), environ)
-        why = "the launcher inside it, torchrun or its kind, counts"
+        why = "the launcher inside it, which sets RANK, counts"
     elif outer and outer.launcher is SLURM:
         found, why = _from_slurm(outer, environ, read_file), "srun's step counts"
     elif outer:
@@ -389,10 +393,8 @@ def _is_a_pods(torchrun: Claim, environ: Environ) -> bool:
     )
 
 
-def _is_nested(inner: Claim, outer: Claim, environ: Environ) -> bool:
+def _is_nested(inner: Claim, outer: Claim) -> bool:
     """Whether a launcher of torchrun's kind started ranks inside each task of another."""
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return True
     if not inner.complete or "local_rank" not in inner.facts:
         return False
     more, remainder = divmod(inner.facts["world_size"], outer.facts["world_size"])

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import addresses
 
@@ -107,6 +108,8 @@ def detect_machines(
     >>> detect_machines({"MASTER_PORT": "29400"}).num_nodes
     1
     """
+    if settings.LAUNCHER.get(environ) == "none":
+        environ = {}  # the user has said that no variable counts
     source = _source(environ)
     arguments = {
         "num_nodes": nnodes,

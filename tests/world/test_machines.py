@@ -29,6 +29,8 @@ def place(machines: Machines) -> tuple[int, int, str | None, int | None]:
         (env.modelarts(), (2, 1, "job-worker-0.job", 6060)),
         (env.kubeflow_with_nproc(1), (2, 1, "job-master-0", 23456)),
         (env.salloc(), (1, 0, None, None)),
+        (BY_HAND | {"DDP_UTILS_LAUNCHER": "none"}, (1, 0, None, None)),
+        (BY_HAND | {"DDP_UTILS_LAUNCHER": "spawn"}, (2, 1, "10.0.0.1", 29400)),
     ],
 )
 def test_table(environ: env.Environ, expected: object) -> None:

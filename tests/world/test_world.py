@@ -37,6 +37,16 @@ LAUNCHES = {
     "batch script": (env.batch_script(), "none", ALONE),
     "pty": (env.pty_shell(), "none", ALONE),
     "torchrun in srun": (env.srun(3) | env.torchrun(1), "torchrun", (1, 4, 1, 2, 0, 2)),
+    "torchrun in a task whose variables are only half there": (
+        env.without(env.srun(3), "SLURM_STEP_ID", "SLURM_STEPID") | env.torchrun(1),
+        "torchrun",
+        (1, 4, 1, 2, 0, 2),
+    ),
+    "torchrun in a heterogeneous job": (
+        env.srun(3) | {"SLURM_HET_SIZE": "2"} | env.torchrun(1),
+        "torchrun",
+        (1, 4, 1, 2, 0, 2),
+    ),
     "torchrun in a batch script": (
         env.batch_script() | env.torchrun(3),
         "torchrun",

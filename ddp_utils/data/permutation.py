@@ -7,6 +7,7 @@ order: in constant time and memory at every length.
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ class Permutation:
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         self.length = length
         if length < TABLE_BELOW:
-            self._table = _shuffled(length, (seed + epoch * 0x9E3779B9) & 0xFFFFFFFF)
+            self._table = _shuffled(length, (_mixed(seed) + epoch * 0x9E3779B9) & 0xFFFFFFFF)
         else:
             self._network = _Feistel(length, mix_seeds(seed, epoch))
 
@@ -70,6 +71,10 @@ class Permutation:
             return self._table[where].astype(np.int64)
         samples: npt.NDArray[np.int64] = self._network(where.ravel()).reshape(where.shape)
         return samples
+
+
+_mixed = cache(mix_seeds)
+"""Mixing in Python would be a tenth of a short pass; a run has few seeds and many epochs."""
 
 
 class InOrder:

@@ -8,9 +8,10 @@ for a single rank, with the same types.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import group_timeout
@@ -22,6 +23,7 @@ from ddp_utils.talk.reducing import reduce_tree
 from ddp_utils.talk.waiting import Meeting
 
 T = TypeVar("T")
+K = TypeVar("K")
 Group = dist.ProcessGroup | None
 
 __all__ = [
@@ -38,6 +40,46 @@ __all__ = [
 ]
 
 
+@overload
+def all_reduce_mean(
+    value: float,
+    *,
+    weight: Any = None,
+    missing: Literal["error", "skip"] = "error",
+    group: Group = None,
+) -> float: ...
+@overload
+def all_reduce_mean(
+    value: Tensor,
+    *,
+    weight: Any = None,
+    missing: Literal["error", "skip"] = "error",
+    group: Group = None,
+) -> Tensor: ...
+@overload
+def all_reduce_mean(
+    value: dict[K, int] | dict[K, float],
+    *,
+    weight: Any = None,
+    missing: Literal["error", "skip"] = "error",
+    group: Group = None,
+) -> dict[K, float]: ...
+@overload
+def all_reduce_mean(
+    value: dict[K, Tensor],
+    *,
+    weight: Any = None,
+    missing: Literal["error", "skip"] = "error",
+    group: Group = None,
+) -> dict[K, Tensor]: ...
+@overload
+def all_reduce_mean(
+    value: Any,
+    *,
+    weight: Any = None,
+    missing: Literal["error", "skip"] = "error",
+    group: Group = None,
+) -> Any: ...
 def all_reduce_mean(
     value: Any,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import pickle
 import random
@@ -448,6 +449,42 @@ def test_a_resumed_training_is_bit_equal_to_one_that_was_never_interrupted(
         torch.testing.assert_close(second[rank][2], whole[rank][2], rtol=0, atol=0)
         assert second[rank][3] == whole[rank][3]
     assert whole[0][0] != whole[1][0]
+
+
+def test_with_loader_workers_the_samples_are_the_same(tmp_path: Path) -> None:
+    whole = run_distributed(train, str(tmp_path / "whole.pt"), 12, False, 2)
+    first = run_distributed(train, str(tmp_path / "last.pt"), 5, False, 2)
+    second = run_distributed(train, str(tmp_path / "last.pt"), 12, True, 2)
+    for rank in range(2):
+        assert first[rank][1] + second[rank][1] == whole[rank][1]
+
+
+def walk_an_epoch(path: str, stop: int | None) -> tuple[list[int], list[str]]:
+    """Return the samples of an epoch up to a stop, or from there to its end."""
+    said: list[str] = []
+    logging.getLogger("ddp_utils").addFilter(lambda r: said.append(r.getMessage()) or True)
+    seed_everything(7)
+    loader = make_loader(TensorDataset(torch.arange(60)), global_batch_size=6, shuffle=True)
+    parts: dict[str, Any] = {"loader": loader, "random": RandomStates()}
+    if stop is None:
+        load_checkpoint(path, **parts)
+    seen: list[int] = []
+    for step, (batch,) in enumerate(loader, 1):
+        seen += batch.tolist()
+        if step == stop:
+            save_checkpoint(path, **parts)
+            break
+    return seen, said
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_at_another_world_size_each_sample_is_seen_once(world_size: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "last.pt")
+    first = run_distributed(walk_an_epoch, path, 4)
+    second = run_distributed(walk_an_epoch, path, None, world_size=world_size)
+    seen = [sample for samples, _ in [*first, *second] for sample in samples]
+    assert sorted(seen) == list(range(60))
+    assert any("random states of 2 ranks" in text for text in second[0][1])
 
 
 # ---- one process (last: its gradients start threads, after which no rank can be forked)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddp_utils.agree.facts import require_same_facts
+from ddp_utils.agree.loggers import get_logger
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.models.batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from ddp_utils.models.comm_hooks import CommHook, check_hook_runs, checked_hook
@@ -30,7 +30,7 @@ from ddp_utils.world.world import (
 
 __all__ = ["wrap_ddp", "wrap_dp"]
 
-_logger = logging.getLogger("ddp_utils")
+_logger = get_logger("ddp_utils.models")
 
 
 def wrap_ddp(
@@ -203,24 +203,47 @@ def _check_names(ddp_kwargs: Mapping[str, Any]) -> None:
 
 def _placed(model: nn.Module, ddp_kwargs: dict[str, Any]) -> nn.Module:
     """Return the model where it is to train, and put what DDP must know of that into the kwargs."""
-    device_ids = ddp_kwargs.pop("device_ids", None)
-    output_device = ddp_kwargs.pop("output_device", None)
+    names = ("device_ids", "output_device")
+    asked: dict[str, Any] = {name: ddp_kwargs.pop(name) for name in names if name in ddp_kwargs}
     devices = {parameter.device for parameter in model.parameters()}
+    device, where = placement(devices, get_device(), asked)
+    ddp_kwargs.update(where)
+    return model if device is None else model.to(device)
+
+
+def placement(
+    devices: Collection[torch.device], own: torch.device, asked: Mapping[str, Any]
+) -> tuple[torch.device | None, dict[str, Any]]:
+    """Return where a model is to be moved, None for nowhere, and DDP's arguments about it.
+
+    Args:
+        devices: Those of its parameters.
+        own: This rank's device.
+        asked: The ``device_ids`` and ``output_device`` that were given, if any.
+
+    Raises:
+        ValueError: The model is on several kinds of devices.
+
+    >>> placement([torch.device("cpu")], torch.device("cpu"), {"device_ids": [0]})
+    (device(type='cpu'), {})
+    >>> placement([torch.device("cpu")], torch.device("cuda", 1), {})
+    (device(type='cuda', index=1), {'device_ids': [1]})
+    >>> placement([torch.device("cuda", 0), torch.device("cuda", 1)], torch.device("cuda", 0), {})
+    (None, {})
+    """
     if len({device.type for device in devices}) > 1:
         raise ValueError(
             f"wrap_ddp: the parameters are on {', '.join(sorted(map(str, devices)))}. DDP takes a "
             "model on one device, or on several of one kind: move it with model.to(device)."
         )
     if len(devices) > 1:
-        return model
-    device = get_device()
-    if device.type != "cpu" and device_ids:
-        device = torch.device(device.type, torch.device(device_ids[0]).index)
-    if device.type != "cpu":
-        ddp_kwargs["device_ids"] = [device]
-        if output_device is not None:
-            ddp_kwargs["output_device"] = output_device
-    return model.to(device)
+        return None, {}
+    if own.type == "cpu":
+        return own, {}
+    wanted = asked.get("device_ids") or [own]
+    index = wanted[0] if isinstance(wanted[0], int) else torch.device(wanted[0]).index
+    others = {name: value for name, value in asked.items() if name == "output_device"}
+    return torch.device(own.type, index), {"device_ids": [index], **others}
 
 
 def _without_group(model: nn.Module) -> nn.Module:
@@ -235,8 +258,8 @@ def _with_batchnorm_that_works(
     if sync_batchnorm and not on_cpu and dist.get_world_size(group) > 1:
         return convert_sync_batchnorm(model, group)
     has_synced = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-    if (sync_batchnorm or (has_synced and on_cpu)) and get_rank() == 0:
-        _logger.warning(
+    if sync_batchnorm or (has_synced and on_cpu):
+        _logger.info(
             "wrap_ddp: SyncBatchNorm needs an accelerator and more than one rank; the plain "
             "batch-norm layers are used"
         )
@@ -278,7 +301,7 @@ def _wrapped(model: nn.Module, *, comm_hook: CommHook, **options: Any) -> nn.Mod
     options.setdefault("gradient_as_bucket_view", True)
     wrapped = WrappedModel(model, comm_hook=comm_hook, **options)
     shadowed = wrapped.shadowed_names()
-    if shadowed and get_rank() == 0:
+    if shadowed:
         _logger.info(
             "wrap_ddp: through the wrapped model, %s mean DistributedDataParallel's own; write "
             "unwrap(model).%s for the model's",

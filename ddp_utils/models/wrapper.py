@@ -7,7 +7,6 @@ each training forward, watches the gradients, and refuses forwards that other ra
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_utils.agree.loggers import get_logger
 from ddp_utils.callsite import refuse_in_section
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import (
@@ -36,7 +36,7 @@ from ddp_utils.world.world import get_rank
 
 __all__ = ["WrappedModel"]
 
-_logger = logging.getLogger("ddp_utils")
+_logger = get_logger("ddp_utils.models")
 
 FORWARD = "a training forward"
 NOT_FORWARDED = frozenset({"buffer_hook"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import DistributedError, RanksDisagreeError, accumulate, unwrap, wrap_ddp, wrap_dp
+from ddp_utils.models.wrap import placement
 from ddp_utils.testing import run_distributed
 
 
 def test_without_a_group_the_model_itself_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
-    with caplog.at_level(logging.INFO, "ddp_utils"):
-        assert wrap_ddp(model) is model
+    assert wrap_ddp(model) is model
     assert [r.getMessage() for r in caplog.records] == [
         "wrap_ddp: there is no process group, so the model stays as it is"
     ]
@@ -63,6 +62,38 @@ def test_wrong_arguments_are_refused_also_without_a_group(
 def test_a_lazy_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'weight' has no shape yet"):
         wrap_ddp(nn.LazyLinear(2))
+
+
+def gpus(*indices: int) -> list[torch.device]:
+    return [torch.device("cuda", index) for index in indices]
+
+
+CPU = torch.device("cpu")
+PLACES: list[tuple[list[torch.device], torch.device, dict[str, Any], Any]] = [
+    # on, this rank's, asked for: moved to, DDP's arguments
+    ([CPU], CPU, {}, (CPU, {})),
+    ([CPU], CPU, {"device_ids": [0], "output_device": 0}, (CPU, {})),
+    ([CPU], *gpus(2), {}, (*gpus(2), {"device_ids": [2]})),
+    (gpus(0), *gpus(1), {}, (*gpus(1), {"device_ids": [1]})),
+    (gpus(0), *gpus(1), {"device_ids": None}, (*gpus(1), {"device_ids": [1]})),
+    (gpus(0), *gpus(1), {"device_ids": [0]}, (*gpus(0), {"device_ids": [0]})),
+    ([CPU], *gpus(1), {"device_ids": ["cuda:3"]}, (*gpus(3), {"device_ids": [3]})),
+    ([CPU], *gpus(1), {"device_ids": gpus(2)}, (*gpus(2), {"device_ids": [2]})),
+    ([CPU], *gpus(1), {"output_device": 1}, (*gpus(1), {"device_ids": [1], "output_device": 1})),
+    (gpus(0, 1), *gpus(0), {}, (None, {})),
+    (gpus(0, 1), *gpus(0), {"device_ids": [0], "output_device": 0}, (None, {})),
+    ([], *gpus(1), {}, (*gpus(1), {"device_ids": [1]})),
+]
+
+
+@pytest.mark.parametrize(("on", "own", "asked", "expected"), PLACES)
+def test_where_a_model_goes(on: Any, own: Any, asked: Any, expected: Any) -> None:
+    assert placement(on, own, asked) == expected
+
+
+def test_several_kinds_of_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="the parameters are on cpu, cuda:0"):
+        placement([CPU, *gpus(0)], CPU, {})
 
 
 def wrap_alone() -> list[Any]:

@@ -133,9 +133,7 @@ def shadow_log() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ddp_utils")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logging.getLogger("ddp_utils.models").addHandler(handler)
     wrap_ddp(Model())
     return [line for line in lines if "own" in line]
 

@@ -18,6 +18,9 @@ from ddp_utils.testing.records import PHASES, Files, Phase, Record, Trouble, sho
 __all__ = ["Outcome", "combine"]
 
 
+GOOD = ("passed", "unexpectedly passed", "skipped")
+
+
 @dataclass
 class Outcome:
     """What one phase of the test amounts to."""
@@ -96,6 +99,22 @@ class _Job:
             return "teardown"
         return next((when for when in PHASES if when not in told), "teardown")
 
+    @property
+    def only_left_behind(self) -> bool:
+        """Whether ranks were ended for no other reason than that another one's test had failed."""
+        return type(getattr(self.error, "cause", None)).__name__ == "LeftBehindError"
+
+    def silent(self, when: str) -> list[int]:
+        """Return the ranks that have not told of a phase, where nothing else tells why."""
+        every = [told for ones in self.told.values() for told in ones]
+        explained = self.error is not None and not self.only_left_behind
+        if explained or any(told.kind not in GOOD for told in every):
+            return []
+        told = {one.rank for one in self.told[when]}
+        return [
+            rank for rank in range(self.size) if rank not in told and self.reached(rank) == when
+        ]
+
 
 def combine(
     records: Sequence[Sequence[Record]],
@@ -144,6 +163,9 @@ def _judge(job: _Job, when: str, files: Sequence[Files]) -> Outcome:
     for kind in ("failed as expected", "lost a peer", "unexpectedly passed (strict)"):
         if kind in by_kind:
             return _failure(job, _first(by_kind[kind]), files)
+    silent = job.silent(when)
+    if silent:
+        return Outcome("failed", f"rank {', '.join(map(str, silent))} told nothing of its {when}")
     if "unexpectedly passed" in by_kind:
         return Outcome(wasxfail=by_kind["unexpectedly passed"][0].report.wasxfail)
     return Outcome()
@@ -179,7 +201,7 @@ def _trouble(job: _Job, when: str, files: Sequence[Files]) -> str | None:
         for rank, text in job.troubles.items():
             ranks.setdefault(text, []).append(str(rank))
         return "\n\n".join(f"rank {', '.join(found)}: {text}" for text, found in ranks.items())
-    if job.error is None or type(job.error.cause).__name__ == "LeftBehindError":
+    if job.error is None or job.only_left_behind:
         return None
     if job.troubles or when != job.reached(job.error.rank):
         return None

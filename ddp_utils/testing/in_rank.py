@@ -157,7 +157,7 @@ class _Session:
         self._errors: dict[str, BaseException | None] = {}
         self._told = False
         self.raised = False
-        """Whether this rank's test was cut short by an exception, a skip included."""
+        """Whether an exception, other than a skip, cut this rank's test short."""
 
     def run(self) -> None:
         """Collect the test and run it."""
@@ -191,9 +191,8 @@ class _Session:
         return config
 
     def _trouble(self, text: str) -> None:
-        if not self._told:
-            self._told = self.raised = True
-            self._files.append(Trouble(text))
+        self._told = self.raised = True
+        self._files.append(Trouble(text))
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -225,7 +224,8 @@ class _Session:
             return
         self._told = True
         error = self._errors.get(str(report.when))
-        self.raised = self.raised or error is not None
+        skips = isinstance(error, pytest.skip.Exception)
+        self.raised = self.raised or (error is not None and not skips)
         lost_peer = error is not None and comes_from_a_lost_peer(error)
         _flush()
         written = self._files.sizes()
@@ -243,11 +243,10 @@ class _Session:
         location: tuple[str, int, str] | None,
     ) -> None:
         category = warning_message.category
-        if category.__module__ == "__main__" or "<" in category.__qualname__:
-            category = UserWarning  # the parent could not find it
+        name = f"{category.__module__}:{category.__qualname__}"
         text, filename = str(warning_message.message), warning_message.filename
         self._files.append(
-            Warned(text, category, filename, warning_message.lineno, when, nodeid, location)
+            Warned(text, name, filename, warning_message.lineno, when, nodeid, location)
         )
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -316,10 +316,16 @@ def _pass_on(item: pytest.Item, records: Sequence[Sequence[Record]]) -> None:
 
 
 def _warn(config: pytest.Config, record: Warned) -> None:
+    """Put a rank's warning into the summary; of its class only the name has come here."""
+    import sys
     import warnings
 
-    message = warnings.WarningMessage(
-        record.category(record.text), record.category, record.filename, record.lineno
-    )
+    module, _, name = record.category.partition(":")
+    category = getattr(sys.modules.get(module), name, UserWarning)
+    try:
+        warning = category(record.text)
+    except Exception:
+        category, warning = UserWarning, UserWarning(record.text)
+    message = warnings.WarningMessage(warning, category, record.filename, record.lineno)
     told = {"when": record.when, "nodeid": record.nodeid, "location": record.location}
     config.hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **told})

@@ -46,7 +46,8 @@ class Warned:
     """A warning, in the parts from which it can be made again."""
 
     text: str
-    category: type[Warning]
+    category: str
+    """Its module and name: the class itself may be one that only a rank can import."""
     filename: str
     lineno: int
     when: str

@@ -14,8 +14,11 @@ import pytest
 import ddp_utils.launching
 import ddp_utils.testing.combine
 import ddp_utils.testing.in_rank  # noqa: F401
+from ddp_utils.ground._torch_private import load_what_ddp_loads
 
 pytest_plugins = ["pytester"]
+
+load_what_ddp_loads()
 
 HEADER = """
 import os, pathlib, signal, sys, time, warnings
@@ -36,7 +39,8 @@ def run(pytester: pytest.Pytester) -> Run:
     def write_and_run(text: str, *args: str, fresh: bool = False) -> pytest.RunResult:
         pytester.makepyfile(test_suite=HEADER + textwrap.dedent(text))
         start = pytester.runpytest_subprocess if fresh else pytester.runpytest_inprocess
-        return start("-p", "no:cacheprovider", *args)
+        # That plugin collects garbage several times at the end, which takes a second with torch.
+        return start("-p", "no:cacheprovider", "-p", "no:unraisableexception", *args)
 
     return write_and_run
 
@@ -449,6 +453,33 @@ def test_warnings_of_the_ranks_are_in_the_summary_once(run: Run) -> None:
     result.assert_outcomes(passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*DeprecationWarning: mind the gap"])
     run(text, "-W", "error").assert_outcomes(failed=1)
+
+
+def test_a_rank_that_is_silent_has_not_passed(run: Run) -> None:
+    result = run(
+        """
+        def test_interrupted():
+            raise KeyboardInterrupt
+
+        def test_next(): ...
+        """
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["rank 0, 1 told nothing of its call"])
+
+
+def test_ranks_may_skip_at_different_times(run: Run) -> None:
+    result = run(
+        """
+        from ddp_utils.testing import in_rank
+
+        def test_it():
+            if get_rank() == 1:
+                time.sleep(in_rank.PATIENCE + 0.5)
+            pytest.skip("late")
+        """
+    )
+    result.assert_outcomes(skipped=1)
 
 
 def test_junit(run: Run, pytester: pytest.Pytester) -> None:

@@ -3,7 +3,7 @@
 Rank zero writes; the others learn how it went, through the store. What a file may hold is told
 in :mod:`~ddp_utils.models.plain_types`, how it is replaced in
 :mod:`~ddp_utils.models.atomic_file`, how ranks wait for each other in
-:mod:`~ddp_utils.models.meeting`.
+:mod:`~ddp_utils.models.shared_call`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ddp_utils.ground.errors import OneRankSectionError, RanksDisagreeError
 from ddp_utils.models import spread
 from ddp_utils.models.atomic_file import replacing
 from ddp_utils.models.filling import fill_all
-from ddp_utils.models.meeting import Meeting, relayed
 from ddp_utils.models.plain_types import check_readable, to_plain
 from ddp_utils.models.random_states import RandomStates
 from ddp_utils.models.reading import (
@@ -32,6 +31,7 @@ from ddp_utils.models.reading import (
     open_the_same,
     read_file,
 )
+from ddp_utils.models.shared_call import SharedCall, relayed
 from ddp_utils.world.world import get_rank, get_world_size
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -76,12 +76,12 @@ def save_checkpoint(
                 raise ValueError("wait=False: rank zero alone has no random states of the others")
             _write(path, state | {name: [own] for name, own in own_random.items()}, weights_only)
         return
-    meeting = _meeting("save_checkpoint", own_random)
-    if meeting.rank > 0:
-        _hear_of_save(meeting, path)
+    call = _shared_call("save_checkpoint", own_random)
+    if call.rank > 0:
+        _hear_of_save(call, path)
         return
-    with meeting.telling("done", {"path": os.fspath(path), "site": call_site()}):
-        gathered = {name: _of_all_ranks(meeting, name) for name in own_random}
+    with call.telling("done", {"path": os.fspath(path), "site": call_site()}):
+        gathered = {name: _of_all_ranks(call, name) for name in own_random}
         _write(path, state | gathered, weights_only)
 
 
@@ -148,9 +148,9 @@ def load_checkpoint(
                 return {}
             raise
         return fill_all(content, targets, strict, path)
-    meeting = _meeting("load_checkpoint", None)
+    call = _shared_call("load_checkpoint", None)
     try:
-        content = _common_content(meeting, path, read, broadcast, weights_only)
+        content = _common_content(call, path, read, broadcast, weights_only)
         if content is None and missing_ok:
             rest = {}
         elif content is None:
@@ -161,32 +161,32 @@ def load_checkpoint(
             rest = fill_all(content, targets, strict, path)
     except BaseException as error:
         if not hasattr(error, "effect_of"):
-            meeting.fail(error)
+            call.fail(error)
         raise
-    meeting.agree("end")
-    meeting.close(meeting.size)
+    call.agree("end")
+    call.close(call.size)
     return rest
 
 
-def _meeting(operation: str, part: Any) -> Meeting:
+def _shared_call(operation: str, part: Any) -> SharedCall:
     try:
-        return Meeting(operation, part)
+        return SharedCall(operation, part)
     except OneRankSectionError as error:
         raise OneRankSectionError(f"{error} Or pass wait=False, for this rank alone.") from None
 
 
-def _hear_of_save(meeting: Meeting, path: StrPath) -> None:
+def _hear_of_save(call: SharedCall, path: StrPath) -> None:
     """Wait until rank zero has saved; raise if it could not."""
-    told = meeting.hear("done", 0)
-    meeting.close(meeting.size - 1)
-    _check_same(meeting, "path", told["path"], os.fspath(path))
+    told = call.hear("done", 0)
+    call.close(call.size - 1)
+    _check_same(call, "path", told["path"], os.fspath(path))
     # Rank zero has waited for nobody, so an earlier call that it made alone would pass for this.
-    _check_same(meeting, "line", _line(told["site"]), _line(call_site()))
+    _check_same(call, "line", _line(told["site"]), _line(call_site()))
     if told["error"] is not None:
         raise relayed(told["error"])
 
 
-def _check_same(meeting: Meeting, what: str, there: str, here: str) -> None:
+def _check_same(call: SharedCall, what: str, there: str, here: str) -> None:
     """Raise unless rank zero's n-th call of this kind is the one that this rank makes.
 
     Raises:
@@ -194,7 +194,7 @@ def _check_same(meeting: Meeting, what: str, there: str, here: str) -> None:
     """
     if here != there:
         raise RanksDisagreeError(
-            f"rank {meeting.rank} came to {meeting.operation} with {what} {here!r}, and rank zero "
+            f"rank {call.rank} came to {call.operation} with {what} {here!r}, and rank zero "
             f"with {there!r}. All ranks make the same calls at one line with one path "
             "(ddp_utils.broadcast(path) gives everybody rank zero's); where only rank zero "
             "calls it, pass wait=False."
@@ -205,9 +205,9 @@ def _line(site: str) -> str:
     return os.path.basename(site)  # machines may keep the program in different folders
 
 
-def _of_all_ranks(meeting: Meeting, name: str) -> list[Any]:
+def _of_all_ranks(call: SharedCall, name: str) -> list[Any]:
     """Wait for every rank's part of this name, and return them by rank."""
-    parts = [meeting.hear("come", rank) for rank in range(meeting.size)]
+    parts = [call.hear("come", rank) for rank in range(call.size)]
     lacking = [rank for rank, part in enumerate(parts) if name not in part]
     if lacking:
         raise RanksDisagreeError(
@@ -234,46 +234,46 @@ def _write(path: StrPath, state: dict[str, Any], weights_only: bool) -> None:
 
 
 def _common_content(
-    meeting: Meeting,
+    call: SharedCall,
     path: StrPath,
     read: Callable[[BinaryIO], Any],
     broadcast: bool,
     weights_only: bool,
 ) -> Any:
     """Return what the file holds, or None on all ranks if rank zero sees none."""
-    if meeting.rank == 0:
-        return _content_for_all(meeting, path, read, broadcast)
-    told = meeting.hear("found", 0)
-    _check_same(meeting, "path", told["path"], os.fspath(path))
+    if call.rank == 0:
+        return _content_for_all(call, path, read, broadcast)
+    told = call.hear("found", 0)
+    _check_same(call, "path", told["path"], os.fspath(path))
     if told["error"] is not None:
         raise relayed(told["error"])
     if told["identity"] is None:
         return None
     if told["size"] is not None:
-        meeting.agree("ready")
+        call.agree("ready")
         return spread.receive(told["size"], weights_only)
     with open_the_same(path, told["identity"]) as file:
         return read(file)
 
 
 def _content_for_all(
-    meeting: Meeting, path: StrPath, read: Callable[[BinaryIO], Any], broadcast: bool
+    call: SharedCall, path: StrPath, read: Callable[[BinaryIO], Any], broadcast: bool
 ) -> Any:
     """As rank zero: open the file, tell the others, and read it; send it if so wanted."""
     told: dict[str, Any] = {"path": os.fspath(path), "identity": None, "size": None}
     content, description = None, b""
     with ExitStack() as files:
-        with meeting.telling("found", told):
+        with call.telling("found", told):
             file = open_if_there(path)
             if file is not None:
                 files.enter_context(file)
                 told["identity"] = identity_of(file)
-                if broadcast and meeting.size > 1:
+                if broadcast and call.size > 1:
                     content = read(file)
                     description = spread.describe(content)
                     told["size"] = len(description)
         if file is None or not description:
             return None if file is None else read(file)
-    meeting.agree("ready")
+    call.agree("ready")
     spread.send(content, description)
     return content

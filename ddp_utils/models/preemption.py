@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_utils.callsite import refuse_in_section
 from ddp_utils.models import stop_signals
-from ddp_utils.models.meeting import PATIENCE, Meeting
+from ddp_utils.models.shared_call import PATIENCE, SharedCall
 from ddp_utils.talk.circle import circle_of
 
 __all__ = ["stop_requested"]
@@ -72,9 +72,9 @@ class _Agreement:
 
     def __init__(self) -> None:
         self.world = dist.group.WORLD
-        meeting = Meeting("stop_requested")  # tells who is missing, which new_group would not
-        meeting.agree("start")
-        meeting.close(meeting.size)
+        call = SharedCall("stop_requested")  # tells who is missing, which new_group would not
+        call.agree("ready")
+        call.close(call.size)
         self._group = dist.new_group(backend="gloo", timeout=NEVER)
         self._round: _Round | None = None
         self._signal = 0

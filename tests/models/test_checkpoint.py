@@ -39,7 +39,7 @@ from ddp_utils import (
     wrap_ddp,
 )
 from ddp_utils.ground.trees import leaves_with_paths
-from ddp_utils.models import checkpoint, meeting, reading
+from ddp_utils.models import checkpoint, reading, shared_call
 from ddp_utils.process_group import shared_store
 from ddp_utils.testing import run_distributed
 
@@ -230,22 +230,22 @@ def test_a_rank_that_has_left_is_not_waited_for(fn: Any, tmp_path: Path) -> None
 
 
 def comes_late(path: str) -> list[str]:
-    meeting.PATIENCE = 0.2
+    shared_call.PATIENCE = 0.2
     said: list[str] = []
-    meeting._logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    shared_call._logger.addFilter(lambda record: said.append(record.getMessage()) or True)
     if get_rank() == 1:
         while not (  # until rank zero has said for whom it waits
             shared_store().check(["said"])
         ):
             time.sleep(0.05)
     else:
-        real = meeting._logger.warning
+        real = shared_call._logger.warning
 
         def telling(*args: Any) -> None:
             real(*args)
             shared_store().set("said", "")
 
-        meeting._logger.warning = telling  # type: ignore[method-assign]
+        shared_call._logger.warning = telling  # type: ignore[method-assign]
     save_checkpoint(path, random=RandomStates())
     return said
 

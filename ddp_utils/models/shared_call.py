@@ -1,17 +1,17 @@
-"""How do ranks that make the same call leave word for each other, and wait for it?
+"""How do ranks that make the same call tell each other how it goes?
 
-Through the store that they share, never by a collective: rank zero's disk may take an hour, and
-a rank that has failed or left is noticed at once and not at a timeout.
+By words in the store that they share, never by a collective: rank zero's disk may take an hour,
+and a rank that has failed or left is noticed at once and not at a timeout.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import logging
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,26 +19,24 @@ import torch
 import torch.distributed as dist
 
 from ddp_utils.callsite import refuse_in_section
-from ddp_utils.ground.errors import AbsentRanksError, DistributedError, RankZeroError
+from ddp_utils.ground.errors import DistributedError, RankZeroError
 from ddp_utils.process_group import shared_store
 from ddp_utils.talk.circle import circle_of
+from ddp_utils.talk.waiting import wait_for_word
 
-__all__ = ["Meeting", "relayed"]
+__all__ = ["PATIENCE", "SharedCall", "relayed"]
 
 PATIENCE = 30.0
 """Seconds of waiting after which a rank says for whom it waits."""
 
-LONGEST_PAUSE = 0.1
-"""Seconds between two looks into the store, when it has been a while."""
-
-LOOKS = 5000
-"""How often in a second all ranks together ask whether one of them has left."""
+POINTS = ("ready", "end")
+"""Where ranks agree that all have come so far: before they send in bulk, and at last."""
 
 _logger = logging.getLogger("ddp_utils")
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-class Meeting:
+class SharedCall:
     """One call of an operation that every rank makes: the n-th on each of them.
 
     ``part`` is what this rank brings along for the others. Plain values and tensors only: what
@@ -61,7 +59,7 @@ class Meeting:
     def tell(self, topic: str, word: Any) -> None:
         """Leave word of this rank's on a topic."""
         self._keys.add(f"{topic}/{self.rank}")
-        self._set(f"{topic}/{self.rank}", word)
+        self._store.set(f"{topic}/{self.rank}", _packed(word))
 
     @contextmanager
     def telling(self, topic: str, word: dict[str, Any]) -> Iterator[None]:
@@ -69,7 +67,7 @@ class Meeting:
         try:
             yield
         except BaseException as error:
-            self.tell(topic, word | {"error": self.account_of(error)})
+            self.tell(topic, word | {"error": self._account_of(error)})
             raise
         self.tell(topic, word | {"error": None})
 
@@ -79,33 +77,34 @@ class Meeting:
         Raises:
             AbsentRanksError: That rank has left the job and will not come.
         """
-        key = f"{topic}/{rank}"
-        self._keys.add(key)
-        self._wait(lambda: self._store.check([key]), [rank])
-        return _unpacked(self._store.get(key))
+        return self._word(f"{topic}/{rank}", [rank])
 
-    def agree(self, topic: str) -> None:
+    def agree(self, point: str) -> None:
         """Wait until every rank has come to this point, and raise if one has failed before it.
 
         Raises:
-            DistributedError: Some rank called :meth:`fail` instead; or the ``OSError`` it told.
+            DistributedError: Some rank has called :meth:`fail`. Or the ``OSError`` that it told.
+            AbsentRanksError: A rank has left the job and will not come.
         """
-        everybody, count = f"{topic}/all", f"{topic}/count"
-        self._keys |= {everybody, count}
-        if self._store.add(count, 1) == self.size:
-            self._store.set(everybody, "")
-        self._wait(
-            lambda: self._store.check([everybody]) or self._store.check(["failed"]),
-            range(self.size),
-        )
-        if not self._store.check([everybody]):
-            raise relayed(_unpacked(self._store.get("failed")))
+        self._keys.add(f"{point}/count")
+        if self._store.add(f"{point}/count", 1) == self.size:
+            self._store.compare_set(f"{point}/verdict", "", _packed(None))
+        failure = self._word(f"{point}/verdict", range(self.size))
+        if failure is not None:
+            raise relayed(failure)
 
     def fail(self, error: BaseException) -> None:
-        """Let the ranks in :meth:`agree` know that this one has failed."""
-        self._set("failed", self.account_of(error))
+        """Let the ranks that wait in :meth:`agree`, or will, know that this one has failed."""
+        for point in POINTS:
+            self._store.compare_set(f"{point}/verdict", "", _packed(self._account_of(error)))
 
-    def account_of(self, error: BaseException) -> dict[str, Any]:
+    def close(self, readers: int) -> None:
+        """Take leave; the last of so many readers clears the store."""
+        if self._store.add("read", 1) == readers:
+            for key in (*self._keys, "read"):
+                self._store.delete_key(key)
+
+    def _account_of(self, error: BaseException) -> dict[str, Any]:
         """Return what another rank needs to know of an exception of this rank."""
         return {
             "rank": self.rank,
@@ -114,37 +113,15 @@ class Meeting:
             "errno": error.errno if isinstance(error, OSError) else None,
         }
 
-    def close(self, readers: int) -> None:
-        """Take leave; the last of so many readers clears the store."""
-        if self._store.add("read", 1) == readers:
-            for key in (*self._keys, "read"):
-                self._store.delete_key(key)
-
-    def _set(self, key: str, word: Any) -> None:
-        self._store.set(key, _packed(word))  # type: ignore[arg-type]  # takes bytes as well
-
-    def _wait(self, ready: Callable[[], bool], awaited: Sequence[int]) -> None:
-        started = looked = time.monotonic()
-        pause, told = 0.001, False
-        while not ready():
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            now = time.monotonic()
-            if now - looked > self.size * len(awaited) / LOOKS:
-                looked = now
-                self._raise_if_left(awaited, ready)
-            if not told and now - started > PATIENCE:
-                told = True
-                self._say_who_is_missing(awaited)
-
-    def _raise_if_left(self, awaited: Sequence[int], ready: Callable[[], bool]) -> None:
-        store = shared_store()
-        left = [rank for rank in awaited if store.check([f"left/{rank}"])]
-        if left and not ready():  # its last word may have come between the two looks
-            raise AbsentRanksError(
-                f"rank {self.rank} waits in {self.operation} for rank {left[0]}, which has ended "
-                f"without coming to it. Call {self.operation} on every rank."
-            )
+    def _word(self, key: str, awaited: Sequence[int]) -> Any:
+        """Wait for a word, without limit, and say for whom if it takes long."""
+        self._keys.add(key)
+        word = wait_for_word(self._store, key, self.operation, lambda: awaited, PATIENCE)
+        if word is None:
+            self._say_who_is_missing(awaited)
+            word = wait_for_word(self._store, key, self.operation, lambda: awaited)
+        assert word is not None
+        return _unpacked(word)
 
     def _say_who_is_missing(self, awaited: Sequence[int]) -> None:
         missing = [rank for rank in awaited if not self._store.check([f"come/{rank}"])]
@@ -176,11 +153,11 @@ def relayed(account: dict[str, Any]) -> Exception:
     return error
 
 
-def _packed(word: Any) -> bytes:
+def _packed(word: Any) -> str:
     buffer = io.BytesIO()
     torch.save(word, buffer)
-    return buffer.getvalue()
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+def _unpacked(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

@@ -18,6 +18,7 @@ __all__ = ["common_seed", "given_seed", "mix_seeds", "seed_everything", "seed_ge
 MASK = (1 << 64) - 1
 
 _given: int | None = None
+_agreed: int | None = None
 
 
 def seed_everything(seed: int | None = None) -> int:
@@ -72,10 +73,14 @@ def common_seed() -> int:
     Raises:
         RuntimeError: There are other ranks, but no process group yet in which to agree.
     """
+    global _agreed
     if _given is not None:
         return _given
+    if get_worker_info() is not None:
+        return _known_in_worker()
     if is_distributed() and SIMULATED.get() is None:
-        return agreed_seed()
+        _agreed = agreed_seed()
+        return _agreed
     if get_world_size() > 1 and SIMULATED.get() is None:
         raise RuntimeError(
             f"rank {get_rank()} of {get_world_size()} is in no process group yet, so the ranks "
@@ -83,6 +88,16 @@ def common_seed() -> int:
             "with seed= or ddp_utils.seed_everything"
         )
     return _own_seed()
+
+
+def _known_in_worker() -> int:
+    """Return what the process that started this worker agreed on: a worker cannot ask."""
+    if _agreed is None:
+        raise RuntimeError(
+            "a DataLoader worker cannot agree on a seed with other ranks: give seed_everything a "
+            "number there"
+        )
+    return _agreed
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
@@ -116,6 +116,7 @@ class Pass(Iterator[Any]):
         self._handed_out = handed_out = [0]
         walk.count_by(lambda: handed_out[0], loader.items_in_batch)
         walk.length = _items(loader)
+        walk.walker = ref(self)
         self._is_uneven = self._turns.is_uneven(loader.items_in_batch, loader.drop_last)
         with self._turns.drawn_by(walk):
             self._fetched = loader.fetching(walk.epoch)
@@ -133,6 +134,7 @@ class Pass(Iterator[Any]):
         if self._is_uneven:
             _uneven.add(self)
         self._handed_out[0] += 1
+        self._turns.progress.moved(self._walk)
         return batch
 
     def __len__(self) -> int:

@@ -17,11 +17,19 @@ T = TypeVar("T")
 __all__ = ["Progress", "Walk"]
 
 
+def _nobody() -> None:
+    """Stand in for a weak reference to an iterator that there is not yet."""
+
+
 class Walk:
     """One pass of this rank: where it began, and how much of it has been handed out."""
 
     end: int | None = None
     """Where a wrapped sampler's sequence ended, once it has."""
+    walker: Callable[[], object] = staticmethod(_nobody)
+    """A weak reference to the iterator that somebody holds; dead once it was dropped."""
+    was_asked_for = False
+    """By ``set_epoch``, so that beginning an epoch again is no mistake."""
     _drawn = 0
     _block: Iterator[object] = iter(())
     _batches: Callable[[], int] | None = None
@@ -44,6 +52,11 @@ class Walk:
         self._drawn += len(block)
         self._block = drawn = iter(block)
         return drawn
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether no loader stands between this walk and who gets its items."""
+        return self._batches is None
 
     @property
     def taken(self) -> int:
@@ -79,8 +92,8 @@ class Progress:
         self.epoch = 0
         self.start = 0
         """The global position that passes of this epoch begin at: above 0 after a resume."""
-        self.walk: Walk | None = None
-        """The newest pass, until its epoch is over."""
+        self._walks: list[Walk] = []
+        """The passes of this epoch that are not over, the one that moved last at the end."""
         self.walked: Walk | None = None
         """The newest pass that was walked to its end."""
         self._name = name
@@ -88,14 +101,36 @@ class Progress:
         self._epoch_was_set = False
         self._has_warned = False
 
+    @property
+    def walk(self) -> Walk | None:
+        """The pass that counts: of those that somebody holds, the one that moved last.
+
+        Looks at a first batch, in the middle of a pass or after it, have been dropped by the
+        time that somebody asks.
+        """
+        held = [walk for walk in self._walks if walk.walker() is not None]
+        left = [walk for walk in self._walks if not walk.is_look]
+        counting = held or left or self._walks
+        return counting[-1] if counting else None
+
     def begin(self, length: Callable[[], int | None]) -> Walk:
         """Note that a new pass begins; how long it is, is asked once its epoch is settled."""
-        if self.walk is not None:
+        if self._walks:
             self.settle()
-            self._warn_of_repetition()
-        self._epoch_was_set = False
-        self.walk = Walk(self.epoch, self.start, length())
-        return self.walk
+            self._walks = [w for w in self._walks if w.walker() is not None or not w.is_look]
+        new = Walk(self.epoch, self.start, length())
+        if self._epoch_was_set:
+            new.was_asked_for, self._epoch_was_set = True, False
+        self._walks.append(new)
+        return new
+
+    def moved(self, walk: Walk) -> None:
+        """Note that a pass goes on, as one does that was interrupted by a look at another."""
+        if len(self._walks) > 1 and walk in self._walks:
+            self._walks.remove(walk)
+            self._walks.append(walk)
+            if not walk.is_look:
+                self.warn_of_repetition(walk)
 
     def settle(self) -> None:
         """Go on to the next epoch if the last pass got everything, but did not ask for more.
@@ -113,7 +148,7 @@ class Progress:
     def finish(self, walk: Walk) -> None:
         """Note that a pass was walked to its end: the next one is of the next epoch."""
         self.walked = walk
-        if walk is self.walk:
+        if walk in self._walks:
             self.go_to(walk.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -124,19 +159,25 @@ class Progress:
 
     def go_to(self, epoch: int, start: int = 0) -> None:
         """Let the next pass begin at a position of an epoch."""
-        self.epoch, self.start, self.walk, self._epoch_was_set = epoch, start, None, False
+        self.epoch, self.start, self._epoch_was_set = epoch, start, False
+        self._walks.clear()
 
     def position(self, world_size: int) -> int:
         """Return the global position in the epoch up to which items have been handed out."""
-        return self.start if self.walk is None else self.walk.start + self.walk.taken * world_size
-
-    def _warn_of_repetition(self) -> None:
-        """Warn, once, where the last pass was left and its epoch begins again."""
         walk = self.walk
-        if walk is None or walk.is_look or walk.is_complete or self._epoch_was_set:
+        return self.start if walk is None else walk.start + walk.taken * world_size
+
+    def warn_of_repetition(self, new: Walk) -> None:
+        """Warn, once, where the pass before was left and the new one is more than a look."""
+        if len(self._walks) == 1:
             return
-        if self._has_warned or not self._order_changes:
+        left = [walk for walk in self._walks if walk is not new and not walk.is_look]
+        if new.counts_itself:  # a bare sampler may be looked through while its loader is walked
+            left = [walk for walk in left if walk.counts_itself or walk.walker() is None]
+        self._walks = [walk for walk in self._walks if walk is new or walk.walker() is not None]
+        if self._has_warned or not left or not self._order_changes or new.was_asked_for:
             return
+        walk = left[-1]
         self._has_warned = True
         warn_caller(
             f"the last pass over {self._name} was left before its end, so its epoch "

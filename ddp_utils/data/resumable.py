@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -74,7 +75,10 @@ class ResumableSampler(DistributedSampler[Any]):
         loader = loader_that_draws()
         if loader is not None:
             walk.count_by(*loader)
-        return chain.from_iterable(self._blocks(walk, True))
+        self.progress.warn_of_repetition(walk)
+        blocks = self._blocks(walk, True)
+        walk.walker = ref(blocks)
+        return chain.from_iterable(blocks)
 
     def _ran_out(self, walk: Walk) -> None:
         """Note that everything was drawn, and the end of the pass if it was handed out too."""
@@ -175,9 +179,10 @@ class ResumableSampler(DistributedSampler[Any]):
         """Raise if another rank walks something else here, which would repeat and lose samples."""
         self._has_compared = True
         seed = f", seed {self.seed}" if self.shuffle else ""
+        place = f"epoch {self.progress.epoch}, position {self.progress.start}"
         require_same(
             self._topic,
-            f"{self.length} samples, pad={self.pad}, drop_last={self.drop_last}{seed}",
+            f"{self.length} samples, pad={self.pad}, drop_last={self.drop_last}{seed}, {place}",
             f"ranks differ in the sampler of {describe(self.dataset)}",
             "Give every rank the whole dataset and the same arguments; the sampler takes care "
             "of who gets what.",

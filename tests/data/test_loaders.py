@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,55 @@ def real_ranks() -> list[Any]:
 def test_real_ranks_share_out_real_loaders() -> None:
     for shares in zip(*run_distributed(real_ranks, world_size=2), strict=True):
         assert sorted(s for share in shares for s in share) == list(range(22))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_in_the_middle_of_a_pass_changes_nothing(workers: int) -> None:
+    loader: Any = make_loader(range(12), 2, shuffle=True, seed=0, num_workers=workers)
+    first = batches(make_loader(range(12), 2, shuffle=True, seed=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, batch in enumerate(loader, 1):
+            assert batch.tolist() == first[step - 1]
+            assert next(iter(loader)).tolist() == (first[0] if step < 6 else batch_of_epoch_one())
+            if step < 6:
+                assert loader.state_dict()["position"] == 2 * step
+    assert loader.state_dict()["epoch"] == 1
+    assert batches(loader) != first
+
+
+def batch_of_epoch_one() -> list[int]:
+    loader: Any = make_loader(range(12), 2, shuffle=True, seed=0)
+    loader.set_epoch(1)
+    return next(iter(loader)).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_look_that_is_kept_does_not_stop_the_epochs() -> None:
+    loader: Any = make_loader(range(12), 2, shuffle=True, seed=0)
+    kept = iter(loader)
+    next(kept)
+    orders = []
+    for epoch in range(3):
+        assert loader.state_dict()["epoch"] == epoch
+        orders.append(batches(loader))
+    assert len({str(order) for order in orders}) == 3
+    next(kept)
+    assert loader.state_dict()["epoch"] == 3
+
+
+def test_looking_through_the_sampler_does_not_move_the_loader() -> None:
+    loader: Any = make_loader(range(12), 2, shuffle=True, seed=0)
+    for step, _ in enumerate(loader, 1):
+        if step < 6:
+            next(iter(loader.sampler))
+        assert loader.state_dict()["position"] == 2 * step
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_a_look_after_a_left_pass_does_not_move_its_state() -> None:
+    loader: Any = make_loader(range(12), 2, shuffle=True, seed=0)
+    for step, _ in enumerate(loader, 1):
+        if step == 3:
+            break
+    next(iter(loader))
+    assert loader.state_dict()["position"] == 6

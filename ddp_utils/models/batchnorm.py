@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 __all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+M = TypeVar("M", bound=nn.Module)
 
 PLAIN_CLASS = "_ddp_utils_plain_class"
 """Where a converted layer remembers the class that it had."""
@@ -22,7 +26,7 @@ class BatchNormOfAnyShape(nn.BatchNorm2d):
         pass
 
 
-def convert_sync_batchnorm(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+def convert_sync_batchnorm(model: M, group: dist.ProcessGroup | None = None) -> M:
     """Return the model with ``SyncBatchNorm`` layers that remember what they were."""
     # Also of a layer in two places, of which torch makes two.
     parts = model.named_modules(remove_duplicate=False)
@@ -34,7 +38,7 @@ def convert_sync_batchnorm(model: nn.Module, group: dist.ProcessGroup | None = N
     return model
 
 
-def revert_sync_batchnorm(model: nn.Module) -> nn.Module:
+def revert_sync_batchnorm(model: M) -> M:
     """Turn every ``SyncBatchNorm`` layer back into the plain one, for export or for one device.
 
     Parameters and buffers are the same objects as before, so optimizers and wrappers keep
@@ -60,7 +64,7 @@ def revert_sync_batchnorm(model: nn.Module) -> nn.Module:
             parent, _, name = path.rpartition(".")
             if path:
                 setattr(model.get_submodule(parent), name, plain[layer])
-    return plain.get(model, model)
+    return cast(M, plain.get(model, model))
 
 
 def _is_plain(layer: nn.Module) -> bool:

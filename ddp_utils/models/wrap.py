@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from ddp_utils.world.world import (
 
 __all__ = ["wrap_ddp", "wrap_dp"]
 
+M = TypeVar("M", bound=nn.Module)
+
 _logger = get_logger("ddp_utils.models")
 
 
 def wrap_ddp(
-    model: nn.Module,
+    model: M,
     *,
     sync_batchnorm: bool = False,
     sync_buffers: bool = True,
@@ -42,7 +44,7 @@ def wrap_ddp(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     **ddp_kwargs: Any,
-) -> nn.Module:
+) -> M:
     """Wrap a model so that its gradients are averaged over the ranks in each backward.
 
     The model is moved to this rank's device, unless it already spans several devices; all ranks
@@ -74,7 +76,8 @@ def wrap_ddp(
 
     Returns:
         The wrapped model, also in a group of one rank. Without a group, or if the model has
-        nothing to train, the model itself, on its device.
+        nothing to train, the model itself, on its device. For a type checker it is of the
+        model's type, whose attributes it has.
 
     Raises:
         RanksDisagreeError: On every rank, if the models or the arguments differ between ranks:
@@ -125,7 +128,7 @@ def wrap_ddp(
     )
 
 
-def wrap_dp(model: nn.Module) -> nn.Module:
+def wrap_dp(model: M) -> M:
     """Wrap a model in ``DataParallel``: one process, all visible devices, a thread for each.
 
     The batch size of the loader is then the TOTAL over the devices. With fewer than two devices
@@ -153,7 +156,7 @@ def wrap_dp(model: nn.Module) -> nn.Module:
     if count < 2:
         return model.to(get_device())
     _logger.info("wrap_dp: each batch is split over %d devices, along its first dimension", count)
-    return DataParallel(model.to(torch.device(kind, 0)))
+    return cast(M, DataParallel(model.to(torch.device(kind, 0))))
 
 
 def _group_of(ddp_kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
@@ -201,7 +204,7 @@ def _check_names(ddp_kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _placed(model: nn.Module, ddp_kwargs: dict[str, Any]) -> nn.Module:
+def _placed(model: M, ddp_kwargs: dict[str, Any]) -> M:
     """Return the model where it is to train, and put what DDP must know of that into the kwargs."""
     names = ("device_ids", "output_device")
     asked: dict[str, Any] = {name: ddp_kwargs.pop(name) for name in names if name in ddp_kwargs}
@@ -246,14 +249,14 @@ def placement(
     return torch.device(own.type, index), {"device_ids": [index], **others}
 
 
-def _without_group(model: nn.Module) -> nn.Module:
+def _without_group(model: M) -> M:
     _logger.info("wrap_ddp: there is no process group, so the model stays as it is")
     return model
 
 
 def _with_batchnorm_that_works(
-    model: nn.Module, sync_batchnorm: bool, group: dist.ProcessGroup | None
-) -> nn.Module:
+    model: M, sync_batchnorm: bool, group: dist.ProcessGroup | None
+) -> M:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if sync_batchnorm and not on_cpu and dist.get_world_size(group) > 1:
         return convert_sync_batchnorm(model, group)
@@ -291,7 +294,7 @@ def _told(tensor: torch.Tensor) -> str:
     return text + (", trained" if tensor.requires_grad else "")
 
 
-def _wrapped(model: nn.Module, *, comm_hook: CommHook, **options: Any) -> nn.Module:
+def _wrapped(model: M, *, comm_hook: CommHook, **options: Any) -> M:
     group = _group_of(options)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _logger.info("wrap_ddp: the model has nothing to train, so it stays as it is")
@@ -308,7 +311,7 @@ def _wrapped(model: nn.Module, *, comm_hook: CommHook, **options: Any) -> nn.Mod
             ", ".join(shadowed),
             shadowed[0],
         )
-    return wrapped
+    return cast(M, wrapped)
 
 
 def _take_from_rank_zero(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -16,6 +16,9 @@ __all__ = ["expand_counts", "expand_hosts", "first_host", "first_of_hostfile", "
 MOST_HOSTS = 2**20
 """More than any cluster has: a list that asks for more is garbage, and would fill the memory."""
 
+DEEPEST = 8
+"""Brackets inside brackets: Slurm itself writes one."""
+
 RANGE = re.compile(r"(\d+)-(\d+)(?::(\d+))?$")
 COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
 
@@ -67,8 +70,9 @@ def _split(text: str, whole: str) -> list[str]:
         elif character == "," and depth == 0:
             parts.append(text[start:i])
             start = i + 1
-        if depth < 0:
-            raise _not_a_list(whole, "a bracket closes that was not opened")
+        if not 0 <= depth <= DEEPEST:
+            why = "a bracket closes that was not opened" if depth < 0 else "it nests too deep"
+            raise _not_a_list(whole, why)
     if depth:
         raise _not_a_list(whole, "a bracket is not closed")
     parts = [part.strip() for part in [*parts, text[start:]]]

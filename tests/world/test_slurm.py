@@ -44,12 +44,24 @@ def test_node_lists(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a,,b", "n[1-2", "n1-2]", "n[]", "n[2-1]", "n[1-2:0]", "n[0-99999999999]"]
+    "text",
+    [
+        "",
+        ",",
+        "a,,b",
+        "n[1-2",
+        "n1-2]",
+        "n[]",
+        "n[2-1]",
+        "n[1-2:0]",
+        "n[0-99999999999]",
+        "[" * 2000 + "]" * 2000,
+    ],
 )
 def test_what_is_no_node_list_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(LauncherError) as caught:
         slurm.expand_hosts(text)
-    assert repr(text) in str(caught.value)
+    assert repr(text[:200])[:-1] in str(caught.value)
 
 
 COUNTS = {"2(x3),1": [2, 2, 2, 1], "4": [4], "1(x2)": [1, 1], "8(x2),4(x1),2": [8, 8, 4, 2]}

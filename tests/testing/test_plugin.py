@@ -29,6 +29,9 @@ from ddp_utils import get_rank, get_world_size
 pytestmark = pytest.mark.distributed(world_size=2)
 """
 
+SLOW = ("-p", "no:hypothesispytest", "-p", "no:unraisableexception")
+"""Plugins that take seconds at the end: imports, and collections of torch's garbage."""
+
 Run = Callable[..., pytest.RunResult]
 
 
@@ -39,8 +42,7 @@ def run(pytester: pytest.Pytester) -> Run:
     def write_and_run(text: str, *args: str, fresh: bool = False) -> pytest.RunResult:
         pytester.makepyfile(test_suite=HEADER + textwrap.dedent(text))
         start = pytester.runpytest_subprocess if fresh else pytester.runpytest_inprocess
-        # That plugin collects garbage several times at the end, which takes a second with torch.
-        return start("-p", "no:cacheprovider", "-p", "no:unraisableexception", *args)
+        return start("-p", "no:cacheprovider", *SLOW, *args)
 
     return write_and_run
 
@@ -471,11 +473,13 @@ def test_a_rank_that_is_silent_has_not_passed(run: Run) -> None:
 def test_ranks_may_skip_at_different_times(run: Run) -> None:
     result = run(
         """
+        from ddp_utils.process_group import shared_store
         from ddp_utils.testing import in_rank
 
         def test_it():
+            in_rank.PATIENCE = 0
             if get_rank() == 1:
-                time.sleep(in_rank.PATIENCE + 0.5)
+                shared_store().wait(["left/0"])
             pytest.skip("late")
         """
     )

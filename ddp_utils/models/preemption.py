@@ -9,7 +9,6 @@ every step needs word from every rank, and that is a reduction.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from datetime import timedelta
 
@@ -85,8 +84,7 @@ class _Agreement:
             before, self._round = self._round, _Round(self._group, asked)
             self._signal = 0 if before is None else before.result()
             if self._signal:
-                name = signal.Signals(self._signal).name
-                _logger.info("%s: all ranks stop at this step", name)
+                _logger.info("signal %d: all ranks stop at this step", self._signal)
         return self._signal
 
 
@@ -94,7 +92,7 @@ class _Round:
     """One reduction of what the ranks were asked, under way."""
 
     def __init__(self, group: dist.ProcessGroup | None, asked: int) -> None:
-        self._asked = torch.tensor([asked], dtype=torch.int32)
+        self._asked = torch.tensor([asked], dtype=torch.int32, device="cpu")
         self._work = dist.all_reduce(self._asked, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> int:

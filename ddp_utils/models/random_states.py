@@ -45,7 +45,7 @@ class RandomStates:
             "torch": torch.get_rng_state(),
             "device": None if device.type == "cpu" else _module(device).get_rng_state(device),
             "numpy": numpy_state,
-            "python": [version, torch.tensor(numbers), gauss],
+            "python": [version, torch.tensor(numbers, device="cpu"), gauss],
         }
 
     def restore(self, states: list[dict[str, Any]]) -> None:

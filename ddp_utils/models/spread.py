@@ -57,7 +57,7 @@ def receive(size: int, weights_only: bool) -> Any:
 
     Tensors that rank zero has on an accelerator come to this rank's own.
     """
-    description = torch.empty(size, dtype=torch.uint8)
+    description = torch.empty(size, dtype=torch.uint8, device="cpu")
     _broadcast(description)
     described = torch.load(io.BytesIO(description.numpy().tobytes()), weights_only=weights_only)
     on_device = iter(described["on_device"])

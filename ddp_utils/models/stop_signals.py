@@ -52,7 +52,8 @@ class _Watch:
         if self._passes_on:  # an event loop listens there; then Python's handler has to do
             signal.set_wakeup_fd(other)
         for number in numbers:
-            self.before[number] = signal.signal(number, self._on_signal)
+            self.before[number] = signal.getsignal(number)
+            signal.signal(number, self._on_signal)
 
     def release(self) -> None:
         """Put back what handled the signals before."""

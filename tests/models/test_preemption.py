@@ -21,10 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_utils import (
     OneRankSectionError,
+    RandomStates,
     RankFailedError,
     get_rank,
+    load_checkpoint,
     make_loader,
     rank_zero_only,
+    save_checkpoint,
     stop_requested,
 )
 from ddp_utils.models import stop_signals
@@ -284,6 +287,18 @@ def slower_than_the_timeout() -> bool:
 def test_a_long_step_outlasts_the_timeout_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_UTILS_TIMEOUT", "1")
     assert run_distributed(slower_than_the_timeout) == [False, False]
+
+
+def computes_elsewhere_by_default(path: str) -> list[Any]:
+    torch.set_default_device("meta")  # as scripts do with "cuda": ours has to stay on the CPU
+    stops = [stop_requested() for _ in range(3)]
+    save_checkpoint(path, random=RandomStates(), epoch=1)
+    return [*stops, load_checkpoint(path, broadcast=True, random=RandomStates())]
+
+
+def test_a_default_device_is_not_for_the_flags(tmp_path: Any) -> None:
+    results = run_distributed(computes_elsewhere_by_default, str(tmp_path / "last.pt"))
+    assert results == [[False, False, False, {"epoch": 1}]] * 2
 
 
 @rank_zero_only

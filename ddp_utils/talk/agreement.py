@@ -18,14 +18,14 @@ __all__ = ["Agree", "Came", "all_equal", "difference", "digest_of", "named_ranks
 class Came:
     """What one rank came for, and from where.
 
-    ``terms`` tells by path what it brought, as anything with a text; ``tree`` is the tree that
-    the paths lead through, where the ranks' trees may have to be merged.
+    ``terms`` tells by path what it brought, as anything with a text; ``tree`` is what the paths
+    lead through, pickled, where the ranks' trees may have to be merged.
     """
 
     operation: str
     site: str
     terms: Mapping[str, Any]
-    tree: Any = None
+    tree: bytes = b""
 
 
 Agree = Callable[[Sequence[Any]], bool]

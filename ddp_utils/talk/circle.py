@@ -31,14 +31,18 @@ class Circle:
     @property
     def ranks(self) -> list[int]:
         """The global ranks, by place."""
-        return dist.get_process_group_ranks(self.group) if is_distributed() else [0]
+        return dist.get_process_group_ranks(self._group) if is_distributed() else [0]
 
     @property
     def name(self) -> str:
         """A name that all ranks of the group, and no other group, have for it."""
+        return self._group.group_name
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
-        return group.group_name
+        return group
 
 
 def circle_of(group: dist.ProcessGroup | None, operation: str) -> Circle:

@@ -14,7 +14,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +106,7 @@ class Call:
         terms: Terms = dict,
         *,
         agree: Agree = all_equal,
-        tree: Callable[[], Any] = lambda: None,
+        tree: bytes = b"",
     ) -> Answers:
         """Give this rank's note and payload to all, and return everybody's.
 
@@ -115,7 +115,7 @@ class Call:
             payload: At most ``PAYLOAD`` bytes.
             terms: Tells by path what this rank brought. Asked only where the digests differ.
             agree: Judges what all ranks brought at one path, then.
-            tree: What the paths lead through, for a caller that merges trees.
+            tree: What the paths lead through, pickled, for a caller that merges trees.
 
         Raises:
             RanksDisagreeError: The ranks came for different things, or one of them cannot take
@@ -132,17 +132,14 @@ class Call:
             raise RanksDisagreeError(self._who_failed(answers))
         if all(other.digest == note.digest for other in answers.notes):
             return answers
-        came = self._gather_came(Came(self.operation, call_site(), terms(), tree()))
+        came = self._gather_came(Came(self.operation, call_site(), terms(), tree))
         text = difference(came, self.circle.ranks, agree)
         if text is not None:
             raise RanksDisagreeError(text)
         return answers._replace(came=came)
 
     def _gather_came(self, came: Came) -> list[Came]:
-        try:
-            data = pickle.dumps(came)
-        except Exception:  # a container of a class that does not pickle; said by who merges
-            data = pickle.dumps(replace(came, tree=None))
+        data = pickle.dumps(came)
         inline = data if len(data) <= PAYLOAD else b""
         notes, payloads, _ = _first_message(self.circle, Note(bytes(16), size=len(data)), inline)
         sizes = [note.size for note in notes]

@@ -97,8 +97,9 @@ def leaf_of(value: Any) -> Leaf:
         return _numpy_leaf(value.dtype, value.shape, "array")
     if isinstance(value, np.generic):
         return _numpy_leaf(value.dtype, (), "scalar")
-    if isinstance(value, int):
-        return PYTHON[int]  # an IntEnum and its kind
+    for kind in (int, float):
+        if isinstance(value, kind):  # an IntEnum and its like
+            return PYTHON[kind]
     raise TypeError(f"is a {type(value).__name__}, which is no number, array or tensor")
 
 

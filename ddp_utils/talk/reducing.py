@@ -6,6 +6,7 @@ itself, in the same order. Larger ones go by one ``all_reduce`` after it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,9 +159,10 @@ def reduce_tree(
     with call.preparing():
         brought = Brought.of(operation, name, value)
         size = brought.plan.size
-        # Both are made before the exchange: what is wrong with them must reach the others.
+        # All is made before the exchange: what is wrong with it must reach the others.
         row = brought.row() if size <= SMALL else b""
         flat = brought.flat() if size > SMALL else None
+        tree = pickle.dumps(_of_paths(brought)) if skip_missing else b""
         note = Note(
             brought.plan.digest,
             on_accelerator=not brought.plan.plain
@@ -173,7 +175,7 @@ def reduce_tree(
         row,
         lambda: dict(zip(brought.plan.paths, brought.plan.leaves, strict=True)),
         agree=_agree_but_for_missing if skip_missing else _agree,
-        tree=lambda: _of_paths(brought) if skip_missing else None,
+        tree=tree,
     )
     if answers.came is not None:
         return _reduce_unlike(call, brought, answers, skip_missing)
@@ -354,7 +356,7 @@ def _merged(call: Call, came: Sequence[Came]) -> Any:
     Raises:
         RanksDisagreeError: The trees differ by more than missing keys; alike on all ranks.
     """
-    trees = [each.tree for each in came]
+    trees = [pickle.loads(each.tree) for each in came]
     try:
         merge(trees)
     except ValueError as error:

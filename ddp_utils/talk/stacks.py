@@ -8,6 +8,7 @@ own collectives too, since it looks at the frames that a call passes through.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -38,10 +39,11 @@ WAITING = (
     os.path.join(callsite.OURS, "talk", ""),
 )
 """A call that passes through one of these files may be waiting for other ranks."""
-ANSWER_WITHIN = 3.0
+ANSWER_WITHIN = 5.0
 """Seconds that ranks have to leave word of their stacks."""
 
 _watcher: threading.Thread | None = None
+_ending = threading.Event()
 _round = 0
 """How many reports have been asked for, as far as this rank knows."""
 
@@ -51,6 +53,7 @@ def watch() -> None:
     global _watcher
     if _watcher is None or not _watcher.is_alive():
         introduce()
+        atexit.register(_end)
         _watcher = threading.Thread(target=_watch, name="ddp_utils stack report", daemon=True)
         _watcher.start()
 
@@ -79,7 +82,15 @@ def _watch() -> None:
                 _ask(_round, f"has waited {limit:g} s in one call")
         except (RuntimeError, ValueError):
             return  # the group, or its store, has gone
-        time.sleep(min(1.0, limit / 4))
+        if _ending.wait(min(0.5, limit / 4)):
+            return
+
+
+def _end() -> None:
+    """End the thread before the interpreter does, which could catch it in the store's code."""
+    _ending.set()
+    if _watcher is not None:
+        _watcher.join(2.0)
 
 
 def _waiting_call() -> FrameType | None:

@@ -26,12 +26,16 @@ __all__ = ["Meeting", "wait_for_word"]
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0002, 0.5
 """Seconds between two looks into the store, the longer the longer it has been."""
+FAREWELL = 5.0
+"""Seconds that the store's host waits for others to read what it has read already."""
 LOOKS = 5000
 """How often in a second all ranks together may ask for ranks that have left."""
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-_behind: defaultdict[str, list[dist.Store]] = defaultdict(list)
-"""Meetings, by name, of which not all ranks may have left yet."""
+_open: defaultdict[str, list[dist.Store]] = defaultdict(list)
+"""Meetings, by name, that some ranks may still be at."""
+_left: defaultdict[str, list[dist.Store]] = defaultdict(list)
+"""Meetings, by name, that all ranks have left, and whose words can go."""
 
 
 def wait_for_word(
@@ -93,8 +97,9 @@ class Meeting:
         self._name = f"{topic}/{circle.name}"
         number = next(_numbers[self._name])
         self._store = dist.PrefixStore(f"{self._name}/{number}", shared_store())
-        self._behind = _behind[self._name]
-        self._behind.append(self._store)
+        while _left[self._name]:
+            self._clear(_left[self._name].pop())
+        _open[self._name].append(self._store)
         self._store.set(str(circle.place), word)
         if self._store.add("count", 1) == circle.size:
             self._decide("all")
@@ -115,8 +120,23 @@ class Meeting:
             verdict = self._decide(self._absence(timeout))
         if verdict != "all":
             raise AbsentRanksError(verdict)
-        while len(self._behind) > 1:  # all have left those, to be here
-            self._clear(self._behind.pop(0))
+        meetings = _open[self._name]
+        _left[self._name] += meetings[:-1]  # all have left those, to be here
+        del meetings[:-1]
+        self._let_others_go_first()
+
+    def _let_others_go_first(self) -> None:
+        """Let the rank that may be the store's host stay until all others know the verdict.
+
+        It might end right after this, and the store with it.
+        """
+        passed = self._store.add("passed", 1)
+        deadline = time.monotonic() + FAREWELL
+        while self._circle.place == 0 and passed < self._circle.size:
+            if time.monotonic() > deadline:
+                return  # somebody has died on the way
+            time.sleep(SHORTEST_PAUSE)
+            passed = self._store.add("passed", 0)
 
     def hear(self, place: int) -> str:
         """Wait for the word of the rank at a place, and return it."""
@@ -154,6 +174,6 @@ class Meeting:
         """Remove what this rank wrote at a meeting that all ranks have left behind them."""
         keys = [str(self._circle.place)]
         if self._circle.place == 0:
-            keys += ["count", "verdict"]
+            keys += ["count", "verdict", "passed"]
         for key in keys:
             store.delete_key(key)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import devices
-from ddp_utils.world.launchers import Detection, detect
+from ddp_utils.world.detection import Detection, detect
 from ddp_utils.world.world import from_detection
 
 __all__ = ["GREEN", "RED", "explain", "show", "table"]

@@ -55,9 +55,7 @@ def test_explain_shows_a_person_who_it_is_and_why() -> None:
     assert "rank        1 of 2" in lines
     assert "meeting at  10.0.0.1, port 29500" in lines
     assert "decided by  RANK=1" in lines
-    assert (
-        "ignored     SLURM_JOB_ID=7  the launcher inside it, which sets RANK, counts" in lines
-    )
+    assert "ignored     SLURM_JOB_ID=7  the launcher inside it, which sets RANK, counts" in lines
     assert "\033" not in text.getvalue()  # colour is for terminals
 
 

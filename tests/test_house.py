@@ -20,7 +20,7 @@ PACKAGE = Path(ddp_utils.__file__).parent
 FLOORS = (
     ("ground",),
     ("world",),
-    ("rendezvous", "process_group"),
+    ("stores", "rendezvous", "process_group"),
     ("callsite",),
     ("talk",),
     ("agree",),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_utils.rendezvous import host_store, join_store, listen, notice_a_lost_machine
+from ddp_utils.stores import host_store, join_store, listen, notice_a_lost_machine
 from ddp_utils.world.machines import Machines
 from ddp_utils.world.world import World
 

@@ -1,25 +1,31 @@
-"""Which launcher started this process, and what does it say about it?
+"""Which launchers are there, and what do the variables of each say about a process?
 
-One table of launchers and one pure function, :func:`detect`, over a mapping of environment
-variables. The innermost launcher wins where one runs inside another; two that contradict each
-other, and one that is there only in half, are errors that show what was found.
+One table, and a reader that knows what is missing where a launcher is there only in half. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
-from ddp_utils.world import addresses, slurm
-from ddp_utils.world.machines import MACHINE_VARIABLES, detect_machines
+from ddp_utils.world.machines import MACHINE_VARIABLES
 
-__all__ = ["LAUNCHERS", "Detection", "Ignored", "Launcher", "detect"]
+__all__ = [
+    "LAUNCHERS",
+    "MPI",
+    "SEEN",
+    "SLURM",
+    "TORCHRUN",
+    "Claim",
+    "Launcher",
+    "half",
+    "read",
+    "require",
+    "whole_number",
+]
 
 Environ = Mapping[str, str]
-ReadFile = Callable[[str], str]
 FACTS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
 
 
@@ -105,40 +111,6 @@ SEEN = (
 """Every variable that :func:`detect` looks at or explains, without repeats."""
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """A variable that was seen and did not count, with the reason."""
-
-    name: str
-    value: str
-    why: str
-
-
-@dataclass
-class Detection:
-    """What :func:`detect` found, and on what grounds."""
-
-    launcher: str = "none"
-    facts: dict[str, int] = field(default_factory=dict)
-    """By the names of ``World``'s fields; what is missing has ``World``'s default."""
-    master_addr: str | None = None
-    master_port: int | None = None
-    decided: dict[str, str] = field(default_factory=dict)
-    """The variables that decided, with their values."""
-    ignored: list[Ignored] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What was assumed where no variable says it."""
-
-    @property
-    def evidence(self) -> tuple[str, ...]:
-        """All of it as lines."""
-        return (
-            *(f"{name}={value}" for name, value in self.decided.items()),
-            *(f"assumed: {note}" for note in self.notes),
-            *(f"ignored: {each.name}={each.value} ({each.why})" for each in self.ignored),
-        )
-
-
 @dataclass
 class Claim:
     """What one launcher's variables say about this process."""
@@ -158,88 +130,7 @@ class Claim:
         return {"rank", "world_size"} <= self.facts.keys()
 
 
-def detect(environ: Environ, read_file: ReadFile | None = None) -> Detection:
-    """Decide from environment variables who started this process and as which rank.
-
-    Args:
-        environ: The variables.
-        read_file: How to read the file that ``SLURM_HOSTFILE`` names.
-
-    Raises:
-        LauncherError: half a launcher's variables, two launchers that contradict, or values
-            that cannot be.
-    """
-    forced = settings.LAUNCHER.get(environ)
-    if settings.STARTED_BY_US in environ:
-        found = _started_by_us(environ)
-    elif forced:
-        found = _forced(environ, forced, read_file or _read_file)
-    else:
-        found = _undirected(environ, read_file or _read_file)
-    _check_facts(found)
-    return found
-
-
-def _started_by_us(environ: Environ) -> Detection:
-    claim = _require(TORCHRUN, environ)
-    found = _from_torchrun(claim, environ)
-    found.launcher = "spawn"
-    found.ignored = _ignore(environ, found.decided, "this package started this process")
-    return found
-
-
-def _forced(environ: Environ, forced: str, read_file: ReadFile) -> Detection:
-    why = f"{settings.LAUNCHER.name}={forced}"
-    if forced in ("none", "spawn"):
-        found = Detection() if forced == "none" else _by_hand(environ)
-    elif forced == "torchrun":
-        found = _from_torchrun(_require(TORCHRUN, environ), environ)
-    elif forced == "slurm":
-        found = _from_slurm(_require(SLURM, environ), environ, read_file)
-    else:
-        launcher = next((each for each in MPI if each.rank[0] in environ), MPI[0])
-        found = _from_mpi(_require(launcher, environ), environ)
-    found.decided = {settings.LAUNCHER.name: environ[settings.LAUNCHER.name]} | found.decided
-    found.ignored = _ignore(environ, found.decided, why)
-    return found
-
-
-def _undirected(environ: Environ, read_file: ReadFile) -> Detection:
-    """Decide where no one has said which launcher to believe."""
-    torchrun = _read(TORCHRUN, environ)
-    if torchrun and "TORCHELASTIC_RUN_ID" in environ:  # whatever started torchrun is outside
-        found = _from_torchrun(_require(TORCHRUN, environ), environ)
-        found.ignored = _ignore(environ, found.decided, "torchrun, inside it, counts")
-        return found
-    step, no_step = _slurm_step(environ)
-    mpi, no_mpi = _mpi_job(environ, in_slurm="SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ)
-    outer, no_outer = _innermost(step, mpi)
-    reasons = {**no_step, **no_mpi, **no_outer}
-    if torchrun and _is_a_pods(torchrun, environ):
-        reasons |= dict.fromkeys(torchrun.used, "the pod's, where PET_ variables count machines")
-        torchrun = None
-    if torchrun and outer and not _is_nested(torchrun, outer):
-        _check_agreement(torchrun, outer)
-        outer.facts = {**torchrun.facts, **outer.facts}
-        outer.used |= torchrun.used
-        torchrun = None
-    if torchrun:
-        found = _from_torchrun(_require(TORCHRUN, environ), environ)
-        why = "the launcher inside it, which sets RANK, counts"
-    elif outer and outer.launcher is SLURM:
-        found, why = _from_slurm(outer, environ, read_file), "srun's step counts"
-    elif outer:
-        found, why = _from_mpi(outer, environ), f"{outer.launcher.title} counts"
-    else:
-        found, why = _by_hand(environ), "no launcher started this process"
-    found.ignored = _ignore(environ, found.decided, why, reasons)
-    return found
-
-
-# Reading one launcher's variables
-
-
-def _read(launcher: Launcher, environ: Environ) -> Claim | None:
+def read(launcher: Launcher, environ: Environ) -> Claim | None:
     """Return what a launcher's variables say, None where none is there that only it sets."""
     marks = launcher.rank + launcher.world_size + launcher.local_rank
     if not any(environ.get(name) for name in marks):
@@ -249,7 +140,7 @@ def _read(launcher: Launcher, environ: Environ) -> Claim | None:
         names = (name for name in getattr(launcher, fact) if environ.get(name))
         name = next((name for name in names if not _is_no_number(name, environ[name])), None)
         if name is not None:
-            claim.facts[fact] = _whole_number(name, environ[name])
+            claim.facts[fact] = whole_number(name, environ[name])
             claim.used[name] = environ[name]
     return claim
 
@@ -259,16 +150,16 @@ def _is_no_number(name: str, text: str) -> bool:
     return name.endswith("_PER_NODE") or (name == "NNODES" and ":" in text)
 
 
-def _whole_number(name: str, text: str) -> int:
+def whole_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise LauncherError(f"{name}={text!r} is not a whole number") from None
 
 
-def _require(launcher: Launcher, environ: Environ) -> Claim:
+def require(launcher: Launcher, environ: Environ) -> Claim:
     """Return a launcher's claim, or raise an error that lists found and missing variables."""
-    claim = _read(launcher, environ) or Claim(launcher, {}, {})
+    claim = read(launcher, environ) or Claim(launcher, {}, {})
     needed = ["rank", "world_size"]
     if launcher is not TORCHRUN:
         needed.append("local_rank")
@@ -278,276 +169,14 @@ def _require(launcher: Launcher, environ: Environ) -> Claim:
         missing += [name for name in address if not environ.get(name)]
     if missing:
         shown = {**claim.used, **{name: environ[name] for name in address if name in environ}}
-        raise _half(launcher, shown, missing)
+        raise half(launcher, shown, missing)
     return claim
 
 
-def _half(launcher: Launcher, found: Mapping[str, str], missing: Iterable[str]) -> LauncherError:
+def half(launcher: Launcher, found: Mapping[str, str], missing: Iterable[str]) -> LauncherError:
     shown = ", ".join(f"{name}={value}" for name, value in found.items())
     return LauncherError(
         f"the environment names {launcher.title} only in half: found {shown or 'nothing'}; "
         f"missing {', '.join(missing)}. Start with the launcher, which sets them all, or set "
         "the missing ones, or set DDP_UTILS_LAUNCHER=none to ignore what was found."
     )
-
-
-def _slurm_step(environ: Environ) -> tuple[Claim | None, dict[str, str]]:
-    """Return the claim of a REAL srun step of more than one task, else why it is none."""
-    claim = _read(SLURM, environ)
-    if claim is None:
-        return None, {}
-    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
-    rank = claim.facts.get("rank")
-    if rank is None:
-        why = "an allocation (salloc, ssh to a node), not a task of srun"
-    elif step is None and rank > 0:
-        raise _half(SLURM, claim.used, ["SLURM_STEP_ID"])
-    elif step is None:
-        why = "a batch script, not a task of srun"
-    elif not step.isdecimal() or int(step) >= NO_STEP:
-        why = "an interactive shell of Slurm, not a task of srun"
-    elif _slurm_size(claim, environ) == 1:
-        why = "a step of one task, such as srun --pty: nothing to join"
-    else:
-        return _whole_step(claim, environ), {}
-    return None, dict.fromkeys(SEEN_OF_SLURM, why)
-
-
-SEEN_OF_SLURM = tuple(name for name in SEEN if name.startswith("SLURM_"))
-NO_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps that are none of srun's (batch, interactive, extern) from the top."""
-
-
-def _slurm_size(claim: Claim, environ: Environ) -> int | None:
-    """Return the number of tasks, from nodes times tasks a node where nothing else says it."""
-    per_node = environ.get("SLURM_NTASKS_PER_NODE")
-    if "world_size" not in claim.facts and per_node and "num_nodes" in claim.facts:
-        each = _whole_number("SLURM_NTASKS_PER_NODE", per_node)
-        claim.facts["world_size"] = claim.facts["num_nodes"] * each
-        claim.used["SLURM_NTASKS_PER_NODE"] = per_node
-    return claim.facts.get("world_size")
-
-
-def _whole_step(claim: Claim, environ: Environ) -> Claim:
-    """Complete the claim of a real step with the tasks on this node."""
-    for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
-        if environ.get(name, "").isdecimal() and int(environ[name]) > 1 and not environ.get("RANK"):
-            raise LauncherError(
-                f"a heterogeneous Slurm job ({name}={environ[name]}): its components count their "
-                "ranks from 0 each, so nobody can tell the world from here. Set RANK, WORLD_SIZE, "
-                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task, or start torchrun in "
-                "each component, or use one component."
-            )
-    lacking = [name for name in ("world_size", "local_rank") if name not in claim.facts]
-    if lacking:
-        raise _half(SLURM, claim.used, [getattr(SLURM, name)[0] for name in lacking])
-    size, node = claim.facts["world_size"], claim.facts.get("node_rank", 0)
-    for name in SLURM.local_world_size:
-        counts = slurm.expand_counts(environ[name]) if environ.get(name) else []
-        if sum(counts) == size and node < len(counts):
-            claim.facts["local_world_size"] = counts[node]
-            claim.facts["num_nodes"] = len(counts)
-            claim.used[name] = environ[name]
-            break
-    else:
-        claim.facts["local_world_size"] = -(-size // claim.facts.get("num_nodes", 1))
-    return claim
-
-
-def _mpi_job(environ: Environ, in_slurm: bool) -> tuple[Claim | None, dict[str, str]]:
-    """Return the claim of an MPI launcher, else why its variables do not count."""
-    for launcher in MPI:
-        claim = _read(launcher, environ)
-        if claim is None:
-            continue
-        if in_slurm and launcher is MPI[-1] and claim.facts.get("world_size", 1) == 1:
-            # srun --mpi=pmi2 sets these for every task, also for the one of a --pty shell.
-            return None, dict.fromkeys(launcher.variables, "a Slurm step of one task")
-        if not claim.complete:
-            _require(launcher, environ)
-        return claim, {}
-    return None, {}
-
-
-# Where two launchers are there
-
-
-def _innermost(step: Claim | None, mpi: Claim | None) -> tuple[Claim | None, dict[str, str]]:
-    """Return the claim that counts of Slurm's and MPI's, and why the other does not."""
-    if step is None or mpi is None:
-        return step or mpi, {}
-    if step.place == mpi.place:
-        return step, dict.fromkeys(mpi.used, "says the same as srun's step")
-    if step.facts["world_size"] == step.facts.get("num_nodes"):
-        why = f"the step of the daemons that {mpi.launcher.title} runs, one a node"
-        return mpi, dict.fromkeys(step.used, why)
-    raise _contradiction(mpi, step)
-
-
-def _is_a_pods(torchrun: Claim, environ: Environ) -> bool:
-    """Whether RANK and WORLD_SIZE are Kubeflow's, meant for the torchrun inside a pod."""
-    return (
-        "LOCAL_RANK" not in torchrun.used
-        and environ.get("PET_NNODES", "").isdecimal()
-        and environ.get("PET_NODE_RANK", "").isdecimal()
-    )
-
-
-def _is_nested(inner: Claim, outer: Claim) -> bool:
-    """Whether a launcher of torchrun's kind started ranks inside each task of another."""
-    if not inner.complete or "local_rank" not in inner.facts:
-        return False
-    more, remainder = divmod(inner.facts["world_size"], outer.facts["world_size"])
-    return more > 1 and remainder == 0
-
-
-def _check_agreement(inner: Claim, outer: Claim) -> None:
-    """Raise where what both say is not the same."""
-    both = inner.facts.keys() & outer.facts.keys() & {"rank", "world_size", "local_rank"}
-    if any(inner.facts[fact] != outer.facts[fact] for fact in both):
-        raise _contradiction(inner, outer)
-
-
-def _contradiction(inner: Claim, outer: Claim) -> LauncherError:
-    shown = [
-        f"{claim.launcher.title}: " + ", ".join(f"{k}={v}" for k, v in claim.used.items())
-        for claim in (inner, outer)
-    ]
-    return LauncherError(
-        f"two launchers contradict each other. {shown[0]}. {shown[1]}. Unset the variables of "
-        f"the one that did not start this process, or set DDP_UTILS_LAUNCHER="
-        f"{outer.launcher.name} (or {inner.launcher.name}) to say which to believe."
-    )
-
-
-# From a claim to a detection
-
-
-def _from_torchrun(claim: Claim, environ: Environ) -> Detection:
-    found = _take(claim, environ)
-    facts = found.facts
-    rank, size = claim.place
-    here = found.master_addr is not None and addresses.is_loopback(found.master_addr)
-    if "local_rank" not in facts and here:
-        facts |= {"local_rank": rank, "local_world_size": size}
-        found.notes.append("all ranks on this machine: MASTER_ADDR is loopback, no LOCAL_RANK")
-    elif "local_rank" not in facts:
-        facts |= {"local_rank": 0, "local_world_size": 1}
-        found.notes.append("one rank a machine: there is no LOCAL_RANK")
-    if "local_world_size" not in facts:
-        facts["local_world_size"] = _guess_local_world_size(facts)
-        found.notes.append(f"{facts['local_world_size']} ranks a machine: no LOCAL_WORLD_SIZE")
-    return _complete(found)
-
-
-def _guess_local_world_size(facts: Mapping[str, int]) -> int:
-    """Return the likely number of ranks on this machine, all machines taken for alike."""
-    if facts.get("num_nodes", 0) > 0:
-        return max(1, facts["world_size"] // facts["num_nodes"])
-    before = facts["rank"] - facts["local_rank"]
-    return before if before > facts["local_rank"] else facts["world_size"]
-
-
-def _from_slurm(claim: Claim, environ: Environ, read_file: ReadFile) -> Detection:
-    if "local_world_size" not in claim.facts:  # forced, so not looked at before
-        claim = _whole_step(claim, environ)
-    found = _complete(_take(claim, environ))
-    if found.facts["world_size"] == 1:
-        return found
-    meeting = addresses.of_slurm_step(environ, found.facts["num_nodes"], read_file)
-    return _meet_at(found, meeting)
-
-
-def _from_mpi(claim: Claim, environ: Environ) -> Detection:
-    if "local_rank" not in claim.facts:
-        raise _half(claim.launcher, claim.used, claim.launcher.local_rank[:1])
-    claim.facts.setdefault("local_world_size", claim.facts["world_size"])
-    found = _complete(_take(claim, environ))
-    if found.facts["world_size"] == 1:
-        return found
-    one_machine = found.facts["local_world_size"] == found.facts["world_size"]
-    meeting = addresses.of_mpi_job(environ, one_machine, claim.launcher.title)
-    return _meet_at(found, meeting)
-
-
-def _by_hand(environ: Environ) -> Detection:
-    """Return what a process is that nothing started: alone, or the first of its machine."""
-    machines = detect_machines(environ)
-    if machines.num_nodes == 1:
-        return Detection(decided=dict(machines.used))
-    place = (machines.node_rank, machines.num_nodes)
-    keys = ("rank", "world_size", "node_rank", "num_nodes")
-    return Detection(
-        facts=dict(zip(keys, place * 2, strict=True)) | {"local_rank": 0, "local_world_size": 1},
-        master_addr=machines.master_addr,
-        master_port=machines.master_port,
-        decided=dict(machines.used),
-    )
-
-
-def _take(claim: Claim, environ: Environ) -> Detection:
-    address = addresses.given(environ)
-    return Detection(
-        launcher=claim.launcher.name,
-        facts=dict(claim.facts),
-        master_addr=address.host,
-        master_port=address.port,
-        decided=claim.used | address.used,
-    )
-
-
-def _meet_at(found: Detection, meeting: addresses.Address) -> Detection:
-    found.master_addr, found.master_port = meeting.host, meeting.port
-    found.decided |= meeting.used
-    found.notes += meeting.notes
-    return found
-
-
-def _complete(found: Detection) -> Detection:
-    """Fill in nodes from ranks, where the launcher counts only ranks."""
-    facts = found.facts
-    rank, size = facts["rank"], facts["world_size"]
-    each = max(1, facts["local_world_size"])
-    nodes = facts.setdefault("num_nodes", max(1, -(-size // each)))
-    if "node_rank" not in facts:
-        facts["node_rank"] = min(rank // each, nodes - 1)
-        if nodes > 1:
-            found.notes.append("the ranks fill one machine after the other")
-    return found
-
-
-def _check_facts(found: Detection) -> None:
-    """Raise for numbers that cannot be, such as a rank outside its world."""
-    facts = found.facts
-    pairs = (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes"))
-    wrong = [
-        f"{small.replace('_', ' ')} {facts[small]} of {facts[size]}"
-        for small, size in pairs
-        if small in facts and not 0 <= facts[small] < facts[size]
-    ]
-    if facts and facts["local_world_size"] > facts["world_size"]:
-        wrong.append(f"{facts['local_world_size']} ranks here of {facts['world_size']} in all")
-    if wrong:
-        shown = ", ".join(f"{name}={value}" for name, value in found.decided.items())
-        raise LauncherError(
-            f"the environment says what cannot be: {'; '.join(wrong)}. Found {shown}. Ranks "
-            "count from 0 to one below their number; the same variables must reach each process "
-            "with its own rank."
-        )
-
-
-def _ignore(
-    environ: Environ,
-    decided: Mapping[str, str],
-    why: str,
-    reasons: Mapping[str, str] | None = None,
-) -> list[Ignored]:
-    return [
-        Ignored(name, environ[name], (reasons or {}).get(name, why))
-        for name in SEEN
-        if environ.get(name) and name not in decided
-    ]
-
-
-def _read_file(path: str) -> str:
-    return Path(path).read_text()

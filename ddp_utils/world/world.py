@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.world import devices
-from ddp_utils.world.launchers import Detection, detect
+from ddp_utils.world.detection import Detection, detect
 
 __all__ = [
     "World",

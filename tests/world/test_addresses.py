@@ -7,7 +7,7 @@ import pytest
 
 from ddp_utils import LauncherError
 from ddp_utils.world import addresses
-from ddp_utils.world.launchers import detect
+from ddp_utils.world.detection import detect
 
 
 def unreadable(path: str) -> str:

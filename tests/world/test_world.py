@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_utils import LauncherError, World, detect_world
-from ddp_utils.world.launchers import detect
+from ddp_utils.world.detection import detect
 
 
 def facts(world: World) -> tuple[int, ...]:
@@ -41,6 +41,13 @@ LAUNCHES = {
         env.without(env.srun(3), "SLURM_STEP_ID", "SLURM_STEPID") | env.torchrun(1),
         "torchrun",
         (1, 4, 1, 2, 0, 2),
+    ),
+    "a heterogeneous job whose ranks are told by hand": (
+        env.srun(1)
+        | {"SLURM_HET_SIZE": "2", "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1"}
+        | {"LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+        "torchrun",
+        (5, 7, 1, 3, 1, 3),
     ),
     "torchrun in a heterogeneous job": (
         env.srun(3) | {"SLURM_HET_SIZE": "2"} | env.torchrun(1),

@@ -6,7 +6,7 @@ PYTHON  ?= python3
 PY      := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(VENV)/examples
 	DDP_UTILS_NPROC=2 $(PY) examples/digits/after.py
@@ -25,6 +25,9 @@ lint: $(VENV)/test
 bench: $(VENV)/bench
 	$(PY) -m benchmarks
 
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
@@ -38,6 +41,7 @@ $(VENV)/%: setup.cfg constraints.txt | $(VENV)/bin/python
 EXTRAS_examples := examples
 EXTRAS_test     := test,examples
 EXTRAS_bench    := bench,examples
+EXTRAS_docs     := docs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

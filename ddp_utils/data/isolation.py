@@ -100,10 +100,13 @@ def _generators(owner: object, depth: int, seen: set[int]) -> Iterator[Any]:
         if len(owner) <= 64:  # longer ones are indices and weights
             for child in owner:
                 yield from _generators(child, depth - 1, seen)
-    elif hasattr(owner, "__dict__") and not isinstance(owner, (type, Dataset, torch.nn.Module)):
+    elif hasattr(owner, "__dict__") and (depth == DEPTH or not isinstance(owner, _OPAQUE)):
         for _, child in sorted(vars(owner).items()):
             yield from _generators(child, depth - 1, seen)
 
+
+_OPAQUE = (type, Dataset, torch.nn.Module)
+"""What holds the data, and not the order; unless it is a stream that was asked about itself."""
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 

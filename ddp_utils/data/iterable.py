@@ -37,7 +37,8 @@ def shard_iterable(
     are seeded from the common seed and the epoch, so that a stream which shuffles does so
     alike everywhere; for the rest of the program they are as they were. A stream that asks
     ``get_worker_info()`` for ``id`` and ``num_workers`` shards itself: it is told the workers
-    of all ranks, reads only its part, and is left alone.
+    of all ranks, reads only its part, and is left alone. What a stream reads must otherwise be
+    the same on every rank: not depend on the rank, the time or a generator seeded afresh.
 
     :func:`make_loader` does this by itself. Not a collective.
 

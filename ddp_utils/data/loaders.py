@@ -22,7 +22,7 @@ from ddp_utils.agree.loggers import get_logger
 from ddp_utils.agree.seeding import given_seed
 from ddp_utils.data.iterable import IterableShard, shard_iterable
 from ddp_utils.data.passes import DistributedLoader, uneven_pass_in_progress
-from ddp_utils.data.resumable import ResumableSampler, describe
+from ddp_utils.data.resumable import ResumableSampler, describe, length_of
 from ddp_utils.data.samplers import ShardedSampler, make_sampler
 from ddp_utils.data.shares import per_rank_batch_size
 from ddp_utils.data.stream_turns import StreamTurns
@@ -34,6 +34,9 @@ from ddp_utils.world.world import get_rank, get_world_size
 T = TypeVar("T")
 
 __all__ = ["make_loader", "uneven_pass_in_progress"]
+
+NOT_PINNED = ("cpu", "mps")
+"""Devices that have no use for pinned memory, or no support."""
 
 _logger = get_logger("ddp_utils.data")
 
@@ -100,6 +103,8 @@ def make_loader(
         [4, 4, 2]
     """
     _refuse_contradictions(batch_size, global_batch_size, shuffle, sampler, batch_sampler)
+    if pad is not None or seed is not None:
+        _refuse_for_ready(sampler if batch_sampler is None else batch_sampler)
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe):
         _refuse_for_streams(dataset, shuffle or sampler is not None or batch_sampler is not None)
     if global_batch_size is not None:
@@ -107,7 +112,7 @@ def make_loader(
     shares: dict[str, Any] = {"pad": pad, "drop_last": drop_last and not pad, "seed": seed}
     options.update(
         num_workers=num_workers,
-        pin_memory=accelerator_type() != "cpu" if pin_memory is None else pin_memory,
+        pin_memory=accelerator_type() not in NOT_PINNED if pin_memory is None else pin_memory,
         worker_init_fn=WorkerInit(get_rank(), worker_init_fn),
         generator=generator,
     )
@@ -237,8 +242,20 @@ def _refuse_contradictions(
             f"batch_size={batch_size} and global_batch_size={global_batch_size}: batch_size is "
             "that of one rank, global_batch_size that of all together; give one of them"
         )
-    if global_batch_size is not None and batch_sampler is not None:
-        raise ValueError("global_batch_size beside a batch_sampler, which makes the batches itself")
+    sizes_or_sampler = (global_batch_size, sampler) != (None, None) or batch_size != 1
+    if batch_sampler is not None and sizes_or_sampler:
+        raise ValueError(
+            "batch_size, global_batch_size or sampler beside a batch_sampler, which makes the "
+            "batches itself; give one of them"
+        )
+
+
+def _refuse_for_ready(sampler: object) -> None:
+    if isinstance(getattr(sampler, "sampler", sampler), ResumableSampler):
+        raise ValueError(
+            "pad or seed beside a sampler that make_sampler or shard_batch_sampler made: give them "
+            "there"
+        )
 
 
 def _refuse_for_streams(dataset: object, orders: bool) -> None:
@@ -252,6 +269,8 @@ def _refuse_for_streams(dataset: object, orders: bool) -> None:
 def _refuse_no_batches(loader: DistributedLoader) -> None:
     """Raise where every rank would train on nothing, and succeed at it."""
     turns, batches = loader.turns, _batches(loader)
+    if _samples(loader) == 0:
+        raise ValueError(f"{loader.name} has no samples")
     equal = isinstance(turns, ShardedSampler) and (turns.pad or turns.drop_last)
     if batches == 0 and (equal or loader.drop_last) and not turns.progress.start:
         raise ValueError(
@@ -278,10 +297,7 @@ def _batches(loader: DistributedLoader) -> int | None:
     """Return how many batches there are, where telling costs nothing."""
     if isinstance(loader.turns, WrappedSampler):
         return None
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+    return length_of(loader)
 
 
 def _samples(loader: DistributedLoader) -> int | None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_utils.agree.seeding import mix_seeds
 from ddp_utils.data.epochs import EpochFollower
 from ddp_utils.data.progress import Progress, Walk
+from ddp_utils.data.resumable import length_of
 from ddp_utils.data.stream_turns import StreamTurns
 from ddp_utils.world.world import get_rank
 
@@ -115,7 +116,8 @@ class Pass(Iterator[Any]):
         # A pass that is dropped has to end, and its workers with it: the walk must not hold it.
         self._handed_out = handed_out = [0]
         walk.count_by(lambda: handed_out[0], loader.items_in_batch)
-        walk.length = _items(loader)
+        batches = length_of(loader)
+        walk.length = None if batches is None else batches * loader.items_in_batch
         walk.walker = ref(self)
         self._is_uneven = self._turns.is_uneven(loader.items_in_batch, loader.drop_last)
         with self._turns.drawn_by(walk):
@@ -139,13 +141,6 @@ class Pass(Iterator[Any]):
 
     def __len__(self) -> int:
         return len(self._fetched)  # type: ignore[arg-type]  # torch's iterator has a length
-
-
-def _items(loader: DistributedLoader) -> int | None:
-    try:
-        return len(loader) * loader.items_in_batch
-    except TypeError:
-        return None
 
 
 def uneven_pass_in_progress() -> str | None:

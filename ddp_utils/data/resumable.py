@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -18,7 +19,7 @@ from ddp_utils.data.progress import Progress, Walk
 from ddp_utils.ground._torch_private import loader_that_draws
 from ddp_utils.world.world import get_rank, get_world_size
 
-__all__ = ["ResumableSampler", "describe"]
+__all__ = ["ResumableSampler", "describe", "length_of"]
 
 
 class ResumableSampler(DistributedSampler[Any]):
@@ -91,7 +92,7 @@ class ResumableSampler(DistributedSampler[Any]):
             self._refuse_new_group()
         if not self._has_compared:
             self._compare_with_other_ranks()
-        return self.progress.begin(self._known_length)
+        return self.progress.begin(partial(length_of, self))
 
     @contextmanager
     def drawn_by(self, walk: Walk) -> Iterator[None]:
@@ -101,12 +102,6 @@ class ResumableSampler(DistributedSampler[Any]):
             yield
         finally:
             self._driver = None
-
-    def _known_length(self) -> int | None:
-        try:
-            return len(self)
-        except TypeError:
-            return None
 
     @property
     def seed(self) -> int:  # type: ignore[override]  # torch fixes it when a sampler is made
@@ -187,6 +182,14 @@ class ResumableSampler(DistributedSampler[Any]):
             "Give every rank the whole dataset and the same arguments; the sampler takes care "
             "of who gets what.",
         )
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of a sampler, stream or loader, None where it has none."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # the second is what some libraries raise
+        return None
 
 
 def describe(data: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_utils.data.iterable import IterableShard
 from ddp_utils.data.progress import Progress, Walk
-from ddp_utils.data.resumable import describe
+from ddp_utils.data.resumable import describe, length_of
 from ddp_utils.world.world import get_world_size
 
 __all__ = ["StreamTurns"]
@@ -39,10 +39,7 @@ class StreamTurns:
     @property
     def length(self) -> int | None:
         """The number of samples in the stream, if it has a length."""
-        try:
-            return len(self._shard.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return length_of(self._shard.dataset)
 
     def begin(self) -> Walk:
         if self._shard.world_size == 1 and get_world_size() > 1:

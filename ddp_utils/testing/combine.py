@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_utils.ground.errors import RankFailedError
+from ddp_utils.start.verdict import describe
 from ddp_utils.testing.records import PHASES, Files, Phase, Record, Trouble, shorten
 
 __all__ = ["Outcome", "combine"]
@@ -104,6 +105,21 @@ class _Job:
         """Whether ranks were ended for no other reason than that another one's test had failed."""
         return type(getattr(self.error, "cause", None)).__name__ == "LeftBehindError"
 
+    @property
+    def crashed(self) -> bool:
+        """Whether a rank's process ended by itself, in the middle of the test."""
+        return self.error is not None and self.error.rank in self.crashes()
+
+    def crashes(self) -> dict[int, str]:
+        """Return how the processes ended that ended by themselves."""
+        ends = () if self.error is None else self.error.failures
+        return {end.rank: describe(end) for end in ends if end.kind in ("killed", "exited")}
+
+    def failed_before(self, when: str) -> bool:
+        """Whether a rank has failed in an earlier phase."""
+        earlier = PHASES[: PHASES.index(when)]
+        return any(told.kind not in GOOD for phase in earlier for told in self.told[phase])
+
     def silent(self, when: str) -> list[int]:
         """Return the ranks that have not told of a phase, where nothing else tells why."""
         every = [told for ones in self.told.values() for told in ones]
@@ -149,17 +165,18 @@ def _judge(job: _Job, when: str, files: Sequence[Files]) -> Outcome:
     by_kind: dict[str, list[_Told]] = {}
     for told in sorted(job.told[when], key=lambda told: told.phase.moment):
         by_kind.setdefault(told.kind, []).append(told)
-    if "failed" in by_kind:
-        return _failure(job, _first(by_kind["failed"]), files)
+    if job.failed_before(when):
+        by_kind.pop("lost a peer", None)  # an effect of that
     text = _trouble(job, when, files)
+    if "failed" in by_kind and (text is None or not job.crashed):
+        return _failure(job, _first(by_kind["failed"]), files)
     if text is not None:
         return Outcome("failed", text)
     if "skipped" in by_kind:
         if len(by_kind["skipped"]) < job.size:
             return Outcome("failed", _one_sided_skip(job, by_kind["skipped"][0], files))
-        return Outcome(
-            "skipped", min(by_kind["skipped"], key=lambda told: told.rank).report.longrepr
-        )
+        lowest = min(by_kind["skipped"], key=lambda told: told.rank)
+        return Outcome("skipped", lowest.report.longrepr)
     for kind in ("failed as expected", "lost a peer", "unexpectedly passed (strict)"):
         if kind in by_kind:
             return _failure(job, _first(by_kind[kind]), files)
@@ -241,6 +258,8 @@ def _fate(job: _Job, rank: int, files: Sequence[Files]) -> str:
             return _summary(one)
     if told and told[-1].report.when == "teardown":
         return "passed"
+    if rank in job.crashes():
+        return job.crashes()[rank]
     place = files[rank].stopped_at() if files else ""
     at = f" at {place}" if place else ""
     return f"did not end: it was in its {job.reached(rank)}{at}"

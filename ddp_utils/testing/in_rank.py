@@ -122,10 +122,15 @@ def _flush() -> None:
         stream.flush()
 
 
+def _measures(options: dict[str, Any]) -> bool:
+    """Whether pytest-cov is there and at work; its source is None for everything."""
+    return options.get("cov_source", []) != [] and not options.get("no_cov")
+
+
 @contextmanager
 def _measured(options: dict[str, Any]) -> Iterator[None]:
     """Measure coverage as pytest-cov would; it combines what is saved beside its own data."""
-    if not options.get("cov_source"):
+    if not _measures(options):
         yield
         return
     import coverage
@@ -133,9 +138,8 @@ def _measured(options: dict[str, Any]) -> Iterator[None]:
     inherited = coverage.Coverage.current()
     if inherited is not None:
         inherited.stop()  # the parent's, in a rank that was forked from it
-    source = [name for name in options["cov_source"] if name is not True] or None
     measurement = coverage.Coverage(
-        source=source,
+        source=options["cov_source"],
         branch=options.get("cov_branch"),
         config_file=options.get("cov_config") or True,
         data_suffix=True,
@@ -176,7 +180,7 @@ class _Session:
 
     def _configure(self) -> pytest.Config:
         options = dict(self._request.options)
-        if options.get("cov_source"):
+        if _measures(options):
             options["no_cov"] = True  # measured without that plugin
         debugs = self._request.debugs and self._files.rank == 0
         options["usepdb"] = bool(options.get("usepdb")) and debugs

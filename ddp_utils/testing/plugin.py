@@ -300,16 +300,20 @@ def _pass_on(item: pytest.Item, records: Sequence[Sequence[Record]]) -> None:
     """Do here what the ranks have asked for beside their reports."""
     from ddp_utils.testing.records import Exit, Subtest, Warned
 
-    warned = set()
+    warned, failed = set(), 0
     for rank, ones in enumerate(records):
         for record in ones:
             if isinstance(record, Subtest):
                 report = _load(item.config, record.report)
+                failed += report.failed
                 if rank == 0 or report.failed:
                     item.ihook.pytest_runtest_logreport(report=report)
             elif isinstance(record, Warned) and record not in warned:
                 warned.add(record)
                 _warn(item.config, record)
+    call = item.stash[OUTCOMES]["call"]
+    if failed and call.outcome == "passed":
+        call.outcome, call.longrepr = "failed", f"contains {failed} failed subtests over the ranks"
     for record in (record for ones in records for record in ones):
         if isinstance(record, Exit):
             pytest.exit(record.reason, record.returncode)

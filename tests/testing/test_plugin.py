@@ -426,6 +426,43 @@ def test_unittest_and_subtests(run: Run) -> None:
     result.stdout.fnmatch_lines(["*a list of world sizes works where tests can be parametrized*"])
 
 
+def test_subtests_are_reported_for_the_ranks_where_they_fail(run: Run) -> None:
+    result = run(
+        """
+        def test_it(subtests):
+            for i in range(3):
+                with subtests.test(number=i):
+                    assert i != get_rank()
+        """
+    )
+    result.assert_outcomes(failed=2 + 1)  # one subtest on each rank, and the test
+    result.stdout.fnmatch_lines_random(["*SUBFAILED*0*", "*SUBFAILED*1*"])
+
+
+def test_what_follows_from_a_failure_is_no_second_failure(run: Run) -> None:
+    result = run(
+        """
+        @pytest.fixture
+        def meets():
+            yield
+            dist.barrier()
+
+        def test_it(meets):
+            assert get_rank() == 0
+
+        def test_crash_beside_a_failure():
+            if get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                dist.barrier()
+            except RuntimeError:
+                raise ValueError("an effect that does not look like one") from None
+        """
+    )
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["rank 1 of 2*was killed by SIGKILL*"])
+
+
 def test_stop_at_the_first_failure(run: Run) -> None:
     text = """
         def test_a(): assert get_rank() == 5
@@ -543,8 +580,8 @@ def test_coverage_is_combined_over_the_ranks(run: Run, pytester: pytest.Pytester
 
         def test_it(): assert covered.f(get_rank())
         """
-    for more in ([], ["-n", "1"]):
-        result = run(text, "--cov=covered", "--cov-report=term-missing", *more, fresh=True)
+    for more in (["--cov=covered"], ["--cov"], ["--cov=covered", "-n", "1"]):
+        result = run(text, "--cov-report=term-missing", *more, fresh=True)
         result.assert_outcomes(passed=1)
         result.stdout.fnmatch_lines(["covered.py * 7"])
 

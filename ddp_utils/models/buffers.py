@@ -44,6 +44,10 @@ RUNNING_STATS = (
 )
 
 
+Spec = tuple[tuple[int, ...], torch.dtype]
+Seen = tuple[torch.Tensor, int]
+
+
 @dataclass
 class Held:
     """One buffer of the model, and every place where it is registered."""
@@ -51,27 +55,23 @@ class Held:
     tensor: torch.Tensor
     places: list[tuple[nn.Module, str]]
 
+    def __post_init__(self) -> None:
+        self.spec: Spec = tuple(self.tensor.shape), self.tensor.dtype
+
     @property
-    def spec(self) -> Spec:
-        return tuple(self.tensor.shape), self.tensor.dtype
+    def may_be_overwritten(self) -> bool:
+        """Whether no backward of a training forward reads the buffer: running statistics."""
+        return all(isinstance(owner, RUNNING_STATS) for owner, _ in self.places)
 
-    def receive(self, value: torch.Tensor) -> None:
-        """Put another value in the buffer's place.
+    def replace(self, value: torch.Tensor) -> None:
+        """Register another tensor in the buffer's place.
 
-        The forward may have saved the buffer for its backward, which must see the old value: so
-        a new tensor is registered. Overwriting would give a wrong gradient, or torch's error.
+        The forward may have saved the buffer for its backward, which must see the old value:
+        overwriting it would give a wrong gradient, or torch's error.
         """
         self.tensor = torch.empty_like(self.tensor).copy_(value)
         for owner, key in self.places:
             setattr(owner, key, self.tensor)
-
-    def holds_running_stats(self) -> bool:
-        """Whether no backward of a training forward reads the buffer, so it may be overwritten."""
-        return all(isinstance(owner, RUNNING_STATS) for owner, _ in self.places)
-
-
-Spec = tuple[tuple[int, ...], torch.dtype]
-Seen = tuple[torch.Tensor, int]
 
 
 class BufferSync:
@@ -89,15 +89,17 @@ class BufferSync:
         self._device = device
         self._waits_for_device = device.type != "cpu"
         self._is_source = dist.get_rank(group) == 0
-        held = self._held(module)
-        self._names = list(held)
-        self._planned: dict[str, Spec] = {}
-        self._times_flagged: Counter[str] = Counter()
-        self._message = Message(len(self._names) + 1, self._planned, device)
         self._syncs = 0
         self._late: torch.Tensor | None = None
+        self._times_flagged: Counter[str] = Counter()
+        self._looked_at: list[object] = []
+        self._held: dict[str, Held] = {}
+        self._planned: dict[str, Spec] = {}
         self._seen: dict[str, Seen] = {}
-        self._remember(held)
+        self._look(module)
+        self._names = list(self._held)
+        self._plan({})
+        self._remember()
 
     def after_forward(self, module: nn.Module) -> None:
         """Give every rank rank zero's values of the buffers that changed on any. Collective."""
@@ -105,51 +107,53 @@ class BufferSync:
         if not self._names and self._syncs % RESCAN != 1:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._sync(self._held(module))
+            self._look(module)
+            if self._late is not None:
+                self._settle(self._late.tolist())
+                self._late = None
+            self._settle(self._exchange())
+            self._remember()
 
-    def _sync(self, held: dict[str, Held]) -> None:
-        if self._late is not None:
-            self._settle(self._late.tolist(), held)
-            self._late = None
+    def _exchange(self) -> list[int]:
+        """Send and receive what is planned; return the flags, or none if they are read late."""
         message = self._message
-        message.fill(self._flags(held), held if self._is_source else {})
+        message.fill(self._flags(), self._fitting if self._is_source else {})
         dist.all_reduce(message.bytes, dist.ReduceOp.MAX, group=self._group)
         flags: list[int] = []
         if self._waits_for_device and self._syncs > SETTLING:
             self._late = message.flags.clone()  # read when the device has long computed them
         else:
             flags = message.flags.tolist()
-        if not self._is_source:
-            flagged = {name for name, flag in zip(self._names, flags[1:], strict=False) if flag}
-            message.deliver({name: h for name, h in held.items() if name not in flagged})
+        fitting = self._fitting
         if any(flags):
-            self._settle(flags, held)
-        self._remember(held)
+            flagged = {name for name, flag in zip(self._names, flags[1:], strict=True) if flag}
+            fitting = {name: held for name, held in fitting.items() if name not in flagged}
+        self._receive(message, fitting)
+        return flags
 
-    def _settle(self, flags: Sequence[int], held: dict[str, Held]) -> None:
+    def _settle(self, flags: Sequence[int]) -> None:
         """Send what was flagged, and decide what every later message holds."""
         if not any(flags):
             return
         flagged = [name for name, flag in zip(self._names, flags[1:], strict=True) if flag]
         if flags[0]:
-            self._agree(dict.fromkeys(held, "registered"))
-            flagged = [n for n in held if n in flagged or n not in self._names]
-            self._names = list(held)
-        self._agree({n: _told(held[n].spec) if n in held else "missing" for n in flagged})
-        flagged = [name for name in flagged if name in held]
-        extra = Message(0, {name: held[name].spec for name in flagged}, self._device)
-        extra.fill([], held if self._is_source else {})
-        dist.all_reduce(extra.bytes, dist.ReduceOp.MAX, group=self._group)
-        if not self._is_source:
-            extra.deliver(held)
-        self._remember({name: held[name] for name in flagged})
+            self._agree(dict.fromkeys(self._held, "registered"))
+            flagged = [n for n in self._held if n in flagged or n not in self._names]
+            self._names = list(self._held)
+        extra = {name: self._held[name] for name in flagged if name in self._held}
+        specs = {name: held.spec for name, held in extra.items()}
+        self._agree({n: _told(specs[n]) if n in specs else "missing" for n in flagged})
+        message = Message(0, specs, self._device)
+        message.fill([], extra if self._is_source else {})
+        dist.all_reduce(message.bytes, dist.ReduceOp.MAX, group=self._group)
+        self._receive(message, extra)
         self._times_flagged.update(flagged)
-        self._planned = {
-            name: held[name].spec
-            for name in self._names
-            if name in self._planned or self._times_flagged[name] > 1
-        }
-        self._message = Message(len(self._names) + 1, self._planned, self._device)
+        self._plan(specs)
+        self._remember()
+
+    def _receive(self, message: Message, held: Mapping[str, Held]) -> None:
+        if not self._is_source and message.deliver(held):
+            self._looked_at = []  # other tensors are registered now
 
     def _agree(self, facts: Mapping[str, str]) -> None:
         require_same_facts(
@@ -160,36 +164,19 @@ class BufferSync:
             "buffer, or wrap with sync_buffers=False.",
         )
 
-    def _flags(self, held: Mapping[str, Held]) -> list[int]:
-        """Return a flag for another set of buffers, then one for each buffer to be sent extra."""
-        changed = self._changed(held)
-        flags = [int(list(held) != self._names)]
-        for name in self._names:
-            if name in self._planned:
-                flags.append(int(name not in held or held[name].spec != self._planned[name]))
-            else:
-                flags.append(int(name in changed))
-        return flags
+    def _look(self, module: nn.Module) -> None:
+        """Take stock of the module's buffers, unless they are those of the last time.
 
-    def _changed(self, held: Mapping[str, Held]) -> set[str]:
-        """Return the names of the buffers that may have changed since the last sync.
-
-        Batch norm updates its statistics behind the version counter's back, but counts its
-        batches in front of it: where one buffer of such a layer changed, all of them did.
+        What was looked at is kept alive by what is held, so that an ``id`` is not used again.
         """
-        changed: set[str] = set()
-        layers: set[nn.Module] = set()
-        for name, h in held.items():
-            tensor, version = self._seen.get(name, (None, 0))
-            if h.tensor is not tensor or version_of(tensor) != version:
-                changed.add(name)
-                layers.update(owner for owner, _ in h.places if isinstance(owner, RUNNING_STATS))
-        if layers:
-            changed.update(n for n, h in held.items() if any(o in layers for o, _ in h.places))
-        return changed
-
-    def _held(self, module: nn.Module) -> dict[str, Held]:
-        held: dict[str, Held] = {}
+        looked_at: list[object] = []
+        for owner in module.modules():
+            for tensor in own_buffers(owner).values():
+                looked_at += (id(owner), id(tensor), None if tensor is None else tensor.shape)
+        if looked_at == self._looked_at:
+            return
+        self._looked_at = looked_at
+        self._held = {}
         by_id: dict[int, Held] = {}
         for path, owner in module.named_modules():
             for key, tensor in own_buffers(owner).items():
@@ -199,11 +186,60 @@ class BufferSync:
                 if id(tensor) in by_id:
                     by_id[id(tensor)].places.append((owner, key))
                 else:
-                    held[name] = by_id[id(tensor)] = Held(tensor, [(owner, key)])
-        return held
+                    self._held[name] = by_id[id(tensor)] = Held(tensor, [(owner, key)])
+        self._fit()
 
-    def _remember(self, held: Mapping[str, Held]) -> None:
-        self._seen.update({name: (h.tensor, version_of(h.tensor)) for name, h in held.items()})
+    def _plan(self, agreed: Mapping[str, Spec]) -> None:
+        """Decide what every message holds from now on: what was flagged at least twice.
+
+        Only what all ranks have agreed on counts: this rank's buffers may be others by now.
+        """
+        again = {name: spec for name, spec in agreed.items() if self._times_flagged[name] > 1}
+        planned = self._planned | again
+        self._planned = {name: planned[name] for name in self._names if name in planned}
+        self._message = Message(len(self._names) + 1, self._planned, self._device)
+        self._fit()
+
+    def _fit(self) -> None:
+        """Divide the buffers into those that fit the plan and those that are watched."""
+        self._fitting = {
+            name: self._held[name]
+            for name, spec in self._planned.items()
+            if name in self._held and self._held[name].spec == spec
+        }
+        self._watched = {n: held for n, held in self._held.items() if n not in self._planned}
+
+    def _flags(self) -> list[int]:
+        """Return a flag for another set of buffers, then one for each buffer to be sent extra."""
+        changed = self._changed() if self._watched else set()
+        if len(self._fitting) < len(self._planned):
+            changed |= self._planned.keys() - self._fitting.keys()
+        flags = [int(name in changed) for name in self._names] if changed else []
+        return [int(list(self._held) != self._names), *flags]
+
+    def _changed(self) -> set[str]:
+        """Return which of the watched buffers may have changed since the last sync.
+
+        Batch norm updates its statistics behind the version counter's back, but counts its
+        batches in front of it: where one buffer of such a layer changed, all of them did.
+        """
+        changed: set[str] = set()
+        layers: set[nn.Module] = set()
+        for name, held in self._watched.items():
+            tensor, version = self._seen.get(name, (None, 0))
+            if held.tensor is not tensor or version_of(tensor) != version:
+                changed.add(name)
+                layers.update(owner for owner, _ in held.places if isinstance(owner, RUNNING_STATS))
+        if layers:
+            for name, held in self._watched.items():
+                if any(owner in layers for owner, _ in held.places):
+                    changed.add(name)
+        return changed
+
+    def _remember(self) -> None:
+        self._seen = {
+            n: (held.tensor, version_of(held.tensor)) for n, held in self._watched.items()
+        }
 
 
 class Message:
@@ -227,26 +263,20 @@ class Message:
         """Write this rank's flags, and the buffers that it has to tell of; zero elsewhere."""
         self.bytes.zero_()
         if any(flags):
-            self.flags.copy_(torch.tensor(flags, dtype=torch.uint8), non_blocking=True)
-        known = self._known(held)
-        copy_all([self.parts[name] for name in known], [held[name].tensor for name in known])
+            told = torch.tensor(flags, dtype=torch.uint8)
+            self.flags[: len(flags)].copy_(told, non_blocking=True)
+        copy_all([self.parts[name] for name in held], [h.tensor for h in held.values()])
 
-    def deliver(self, held: Mapping[str, Held]) -> None:
-        """Write what was received into the buffers."""
-        known = self._known(held)
-        in_place = [name for name in known if held[name].holds_running_stats()]
+    def deliver(self, held: Mapping[str, Held]) -> bool:
+        """Write what was received into the buffers; return whether any was replaced."""
+        overwritten = {name: h for name, h in held.items() if h.may_be_overwritten}
         # Through .data: what autograd has saved keeps its version, since no backward reads it.
-        copy_all([held[n].tensor.data for n in in_place], [self.parts[n] for n in in_place])
-        for name in known:
-            if name not in in_place:
-                held[name].receive(self.parts[name])
-
-    def _known(self, held: Mapping[str, Held]) -> list[str]:
-        return [
-            name
-            for name, part in self.parts.items()
-            if name in held and held[name].spec == (tuple(part.shape), part.dtype)
-        ]
+        targets = [h.tensor.data for h in overwritten.values()]
+        copy_all(targets, [self.parts[name] for name in overwritten])
+        for name, h in held.items():
+            if name not in overwritten:
+                h.replace(self.parts[name])
+        return len(overwritten) < len(held)
 
 
 def _aligned(size: int) -> int:

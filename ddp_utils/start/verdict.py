@@ -37,8 +37,11 @@ def comes_from_a_lost_peer(error: BaseException) -> bool:
 
     It is one if it left a collective, judged by the innermost frame, and its text speaks of a
     connection. A dataset's own ``ConnectionResetError`` passes through no collective and is a
-    cause; so is a ``TypeError`` for a wrong argument of ``all_reduce``.
+    cause; so is a ``TypeError`` for a wrong argument of ``all_reduce``. An exception with
+    ``effect_of`` was raised for what another rank has told of its own.
     """
+    if hasattr(error, "effect_of"):
+        return True
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:

@@ -353,6 +353,25 @@ def test_after_join_everything_is_as_before() -> None:
     assert ours == theirs
 
 
+def with_another_layer() -> list[Any]:
+    model: Any = wrap_ddp(Buffered())
+    for step in range(6):
+        if step == 3:
+            model.instance = nn.InstanceNorm1d(3, track_running_stats=True)
+        if step == 4:  # other layers with the same tensors
+            before, model.norm = model.norm, nn.BatchNorm1d(3)
+            model.norm.__dict__.update(before.__dict__)
+        model.zero_grad()
+        model(batch(step)).square().sum().backward()
+        check_in_sync(model)
+    return [buffers_of(model)]
+
+
+def test_layers_may_be_exchanged() -> None:
+    ours, theirs = run_distributed(with_another_layer)
+    assert ours == theirs
+
+
 def on_three_ranks() -> list[Any]:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:

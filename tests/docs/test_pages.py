@@ -134,3 +134,12 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_both_readmes_show_the_same_diff_and_the_same_names() -> None:
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
+    diffs = [re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S) for text in (english, chinese)]
+    assert diffs[0] == diffs[1] != []
+    for pattern in (r"DDP_UTILS_[A-Z_]+", r"docs/\w+\.md"):
+        assert set(re.findall(pattern, chinese)) == set(re.findall(pattern, english))
+    assert {v.name for v in VARIABLES} <= set(re.findall(r"DDP_UTILS_[A-Z_]+", english))

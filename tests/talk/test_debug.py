@@ -152,10 +152,9 @@ def test_a_long_wait_prints_all_stacks_once_in_one_report(
 
 def ask_for_stacks() -> list[str]:
     barrier()
-    if get_rank() == 0:
-        return stacks.where_are([0, 1])
+    where = stacks.where_are([0, 1]) if get_rank() == 0 else []
     sleep_until("stacks/0/reported")
-    return []
+    return where
 
 
 def test_everybody_says_where_it_is_when_asked() -> None:

@@ -24,12 +24,13 @@ from typing_extensions import ParamSpec
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import RankFailedError, StartError
+from ddp_utils.models import stop_signals
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.start import function, starter
 from ddp_utils.start.entry import Job
 from ddp_utils.start.machines import OtherMachines
 from ddp_utils.start.output import Outputs
-from ddp_utils.start.supervise import Supervisor
+from ddp_utils.start.supervise import JobStopped, Supervisor
 from ddp_utils.start.transport import LARGE, check_picklable
 from ddp_utils.world import devices
 from ddp_utils.world.machines import Machines, detect_machines
@@ -212,16 +213,30 @@ def _run_here(fn: Callable[..., Any], args: Any, kwargs: Any, options: Options) 
     if function.importing_main or _is_being_imported():
         raise StartError(GUARD.format(name=fn.__name__))
     joined = is_distributed()
-    init_distributed(options.backend, timeout=options.timeout)
+    alone = init_distributed(options.backend, timeout=options.timeout).world_size == 1
+    if options.stop_signals:
+        stop_signals.arm(options.stop_signals)
     try:
         value = fn(*args, **kwargs)
     except BaseException:
-        if dist.is_initialized() and dist.get_world_size() == 1:
-            shutdown_distributed()  # alone; among others, leaving is for the end of the process
+        if alone and not joined:
+            _leave_alone()  # among others, leaving is for the end of the process
         raise
-    if not joined:
+    if joined:
+        return value
+    if not alone:
         shutdown_distributed()
+    elif _leave_alone():
+        raise JobStopped([value])
     return value
+
+
+def _leave_alone() -> bool:
+    """End what a rank without others has made; return whether it was asked to stop."""
+    stopped = stop_signals.first_signal() is not None
+    stop_signals.disarm()
+    shutdown_distributed()
+    return stopped
 
 
 def _is_being_imported() -> bool:

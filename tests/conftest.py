@@ -16,6 +16,14 @@ import psutil
 import pytest
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the server of the ranks before a test has made threads, which would make it slow."""
+    if session.items and not session.config.option.collectonly:
+        from ddp_utils.start import starter
+
+        starter.release(starter.acquire("auto"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a test that leaves ranks, files of this package, or environment variables behind."""

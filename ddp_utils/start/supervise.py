@@ -27,7 +27,7 @@ from ddp_utils.start.output import Forwarder, Outputs
 from ddp_utils.start.starter import ServerHandle
 from ddp_utils.start.transport import FrameReader, dumps, loads
 
-__all__ = ["Supervisor"]
+__all__ = ["JobStopped", "Supervisor"]
 
 PATIENCE = 1.0
 """How long a lost peer waits for the report of the rank that it lost, in seconds."""
@@ -35,8 +35,16 @@ PATIENCE = 1.0
 FAR_PATIENCE = 5.0
 """The same where the other rank may be on another machine."""
 
-STOPPED = 128 + signal.SIGTERM
-"""The exit code of a job that was asked to stop and did: what schedulers expect."""
+
+class JobStopped(SystemExit):
+    """All ranks have left because they were asked to stop: the command ends with 143.
+
+    That is what schedulers expect. ``values`` are what the ranks returned.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.values = values
 
 
 @dataclass
@@ -166,6 +174,7 @@ class Supervisor:
     def _decide(self, now: float, limit: float | None) -> None:
         """End the job where a rank has failed, and kill what has outstayed its grace."""
         if self._deadline is not None and now >= self._deadline:
+            self._ending = True
             self._signal_all(signal.SIGKILL)
             self._deadline = None
         elif limit is not None and now >= limit and not self._stacks:
@@ -200,7 +209,7 @@ class Supervisor:
             if rank.end is None and (rank.reported is None or number == signal.SIGKILL):
                 rank.told_to_end = True
                 # For an armed rank its SIGTERM is a request to save, which this is not.
-                given = signal.SIGINT if number in rank.armed else number
+                given = signal.SIGHUP if number in rank.armed else number
                 self._send_signal(rank, given)
 
     def _send_signal(self, rank: _Rank, number: int) -> None:
@@ -363,16 +372,17 @@ class Supervisor:
         """Return the values, or raise what the job's end amounts to."""
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         root = self._root()
-        if self._signal is not None and (self._ending or root is None):
+        if self._signal is not None and self._ending:
             self._end_by_signal(self._signal)
-        if root is None and any(rank.stopped for rank in self._ranks):
-            raise SystemExit(STOPPED)
         elsewhere = None if self._machines is None else self._machines.trouble
         if elsewhere is not None and (root is None or root.lost_peer):
             rank = 0 if root is None else root.rank
             raise RankFailedError(elsewhere, rank=rank, failures=ends)
         if root is None:
-            return [None if not rank.payload else loads(rank.payload) for rank in self._ranks]
+            values = [loads(rank.payload) if rank.payload else None for rank in self._ranks]
+            if any(rank.stopped for rank in self._ranks):
+                raise JobStopped(values)
+            return values
         if self._stacks:
             message = f"the ranks did not end within {self._timeout:g} s\n\n{self._stacks}"
             raise RankFailedError(message, rank=root.rank, failures=ends)
@@ -387,8 +397,6 @@ class Supervisor:
         """End this process as the signal would have, had it not been caught."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self._ending:
-            raise SystemExit(STOPPED)
         self._server.close()
         os.kill(os.getpid(), number)
         raise SystemExit(128 + number)

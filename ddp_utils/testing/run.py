@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ddp_utils.ground._torch_private import load_what_ddp_loads
 from ddp_utils.launching import Options, start_ranks
+from ddp_utils.start.supervise import JobStopped
 
 R = TypeVar("R")
 
@@ -47,4 +48,7 @@ def start(
     """
     if threading.active_count() == 1:
         load_what_ddp_loads()
-    return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=time_limit)
+    try:
+        return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=time_limit)
+    except JobStopped as stopped:
+        return stopped.values

@@ -32,10 +32,10 @@ LOOKS = 5000
 """How often in a second all ranks together may ask for ranks that have left."""
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-_open: defaultdict[str, list[dist.Store]] = defaultdict(list)
-"""Meetings, by name, that some ranks may still be at."""
-_left: defaultdict[str, list[dist.Store]] = defaultdict(list)
-"""Meetings, by name, that all ranks have left, and whose words can go."""
+_open: defaultdict[str, list[str]] = defaultdict(list)
+"""Meetings, by what they are about, that some ranks may still be at."""
+_left: defaultdict[str, list[str]] = defaultdict(list)
+"""Meetings, by what they are about, that all ranks have left, and whose words can go."""
 
 
 def wait_for_word(
@@ -95,11 +95,11 @@ class Meeting:
         self._circle = circle
         self._operation = operation
         self._name = f"{topic}/{circle.name}"
-        number = next(_numbers[self._name])
-        self._store = dist.PrefixStore(f"{self._name}/{number}", shared_store())
+        this = f"{self._name}/{next(_numbers[self._name])}"
+        self._store = dist.PrefixStore(this, shared_store())
         while _left[self._name]:
             self._clear(_left[self._name].pop())
-        _open[self._name].append(self._store)
+        _open[self._name].append(this)
         self._store.set(str(circle.place), word)
         if self._store.add("count", 1) == circle.size:
             self._decide("all")
@@ -117,7 +117,8 @@ class Meeting:
             verdict = self._decide(str(error))
         if verdict is None:
             assert timeout is not None
-            verdict = self._decide(self._absence(timeout))
+            absent = self._absent()  # nobody, if the last came at the last moment
+            verdict = self._decide(self._absence(absent, timeout) if absent else "all")
         if verdict != "all":
             raise AbsentRanksError(verdict)
         meetings = _open[self._name]
@@ -158,8 +159,7 @@ class Meeting:
         ranks = enumerate(self._circle.ranks)
         return [rank for place, rank in ranks if not self._store.check([str(place)])]
 
-    def _absence(self, timeout: float) -> str:
-        absent = self._absent()
+    def _absence(self, absent: Sequence[int], timeout: float) -> str:
         here = named_ranks(rank for rank in self._circle.ranks if rank not in absent)
         lines = [
             f"{named_ranks(absent)} did not come to {self._operation} within {timeout:g} s; "
@@ -170,8 +170,12 @@ class Meeting:
             lines.append(f"  {whereabouts(rank)}{place and ', '}{place}")
         return "\n".join(lines)
 
-    def _clear(self, store: dist.Store) -> None:
-        """Remove what this rank wrote at a meeting that all ranks have left behind them."""
+    def _clear(self, meeting: str) -> None:
+        """Remove what this rank wrote at a meeting that all ranks have left behind them.
+
+        It may have been at the store of a group that is gone; then there is nothing to remove.
+        """
+        store = dist.PrefixStore(meeting, shared_store())
         keys = [str(self._circle.place)]
         if self._circle.place == 0:
             keys += ["count", "verdict", "passed"]

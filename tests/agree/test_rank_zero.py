@@ -390,6 +390,8 @@ def make_a_group_as_others_do(seconds: float) -> None:
 
 
 def use_a_group_of_somebody_else() -> list[Any]:
+    for _ in range(3):
+        barrier()  # in the first group, whose store goes with it
     make_a_group_as_others_do(seconds=20)
     with rank_zero_first():
         pass

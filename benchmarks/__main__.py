@@ -18,6 +18,8 @@ import benchmarks
 from benchmarks import measure, plots
 
 FRAME = {"__main__", "measure", "plots"}
+"""Modules of this folder that are no benchmarks."""
+
 PEERS = ("torch", "numpy", "accelerate", "lightning-fabric", "pytorch-ignite")
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
@@ -37,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.rounds is not None and args.rounds < 1:
         parser.error("--rounds is at least 1")
 
+    os.environ.setdefault("DDP_UTILS_QUIET", "1")
     _warn_if_busy()
     failed = [name for name in args.names or names if not _run(name, args.rounds, args.out)]
     if failed:

@@ -168,8 +168,11 @@ class _Session:
         try:
             config = self._configure()
             status = config.hook.pytest_cmdline_main(config=config)
+        except pytest.UsageError as error:
+            self._trouble(str(error))
+            return
         except BaseException as error:  # whatever it is, the parent has to be told
-            self._trouble("".join(traceback.format_exception_only(error)).strip())
+            self._trouble("".join(traceback.format_exception(error)).strip())
             return
         if not self._told:
             self._trouble(

@@ -174,7 +174,7 @@ def _start(
     from ddp_utils.testing.run import start
 
     option = item.config.option
-    debugs = bool(option.usepdb or option.trace)
+    debugs = bool(getattr(option, "usepdb", False) or getattr(option, "trace", False))
     request = Request(
         test="::".join([str(item.path), item.nodeid.partition("::")[2]]),
         options=_options(item.config),

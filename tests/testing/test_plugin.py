@@ -562,7 +562,11 @@ def test_output_goes_through_where_nothing_is_captured(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_coverage_is_combined_over_the_ranks(run: Run, pytester: pytest.Pytester) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", ["--cov=covered", "--cov", "--cov=covered -n 1"])
+def test_coverage_is_combined_over_the_ranks(
+    run: Run, pytester: pytest.Pytester, options: str
+) -> None:
     pytester.makepyfile(
         covered="""
         def f(rank):
@@ -580,13 +584,13 @@ def test_coverage_is_combined_over_the_ranks(run: Run, pytester: pytest.Pytester
 
         def test_it(): assert covered.f(get_rank())
         """
-    for more in (["--cov=covered"], ["--cov"], ["--cov=covered", "-n", "1"]):
-        result = run(text, "--cov-report=term-missing", *more, fresh=True)
-        result.assert_outcomes(passed=1)
-        result.stdout.fnmatch_lines(["covered.py * 7"])
+    result = run(text, "--cov-report=term-missing", *options.split(), fresh=True)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["covered.py * 7"])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_xdist(run: Run) -> None:
     result = run(
         """
@@ -622,7 +626,7 @@ def test_debugger_on_rank_zero(pytester: pytest.Pytester) -> None:
             """
         )
     )
-    child = pytester.spawn_pytest("--pdb -p no:cacheprovider test_suite.py")
+    child = pytester.spawn_pytest("--pdb -p no:cacheprovider test_suite.py", expect_timeout=100)
     child.expect("AssertionError")
     child.expect("Pdb")
     child.sendline("p 'mine is', mine")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ddp_utils.ground.errors import RankEnd
 
-__all__ = ["comes_from_a_lost_peer", "root_cause", "tell", "user_traceback"]
+__all__ = ["comes_from_a_lost_peer", "describe", "root_cause", "tell", "user_traceback"]
 
 TALKING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
 OURS = "/ddp_utils/"

@@ -7,6 +7,7 @@ What the ranks say to each other without a collective goes through :func:`shared
 from __future__ import annotations
 
 import json
+import itertools
 import os
 import secrets
 import socket
@@ -44,6 +45,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 LONGEST_JOIN = timedelta(minutes=1)
 """How long the slowest rank may take to connect to the others once the first one is through."""
 
+_groups_made = itertools.count()
 _made_here: dist.ProcessGroup | None = None
 
 
@@ -289,12 +291,14 @@ def _own_device() -> torch.device:
 def _store_of_our_parent(world: World, timeout: timedelta | None) -> dist.Store:
     assert world.master_addr is not None
     assert world.master_port is not None
-    return dist.TCPStore(
+    store = dist.TCPStore(
         world.master_addr,
         world.master_port,
         is_master=False,
         timeout=timeout or timedelta(minutes=5),
     )
+    # A group made after another has been left must not find that one's addresses.
+    return dist.PrefixStore(f"group_{next(_groups_made)}", store)
 
 
 def _check_interface() -> None:

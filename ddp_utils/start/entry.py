@@ -222,8 +222,11 @@ def _call(
     job: Job, function: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: _Report
 ) -> int:
     from ddp_utils import process_group
+    from ddp_utils.talk import stacks
 
     process_group.init_distributed(job.backend, timeout=job.timeout)
+    if settings.DEBUG.get():
+        stacks.watch()  # also for a script that calls only torch's own collectives
     stop_signals.when_armed(lambda numbers: report.tell("armed", numbers))
     if job.stop_signals:
         stop_signals.arm(job.stop_signals)

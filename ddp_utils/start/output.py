@@ -97,12 +97,13 @@ class LineForwarder(Forwarder):
 def _atomic(prefix: str, lines: list[bytes]) -> Iterator[str]:
     """Yield the lines in pieces that a pipe takes whole, since rank zero writes to it as well.
 
-    Of a progress bar that overwrites itself, the last state is the line.
+    Of a progress bar that overwrites itself, the last state is the line. A logger may have named
+    the rank already.
     """
     piece = ""
     for line in lines:
         shown = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-        text = f"{prefix}{shown}\n"
+        text = f"{shown}\n" if shown.startswith(prefix) else f"{prefix}{shown}\n"
         if piece and len(piece) + len(text) > ATOMIC:
             yield piece
             piece = ""

@@ -215,9 +215,10 @@ def _fresh(preload: list[str], forks: bool) -> ServerHandle:
 
 
 def _test_runner() -> list[str]:
-    """Return what most ranks of a test need, where tests run here: pytest, and what DDP loads."""
+    """Return what ranks of a test need, where tests run here: pytest, and what DDP loads."""
     names = [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
-    return [*names, "torch._dynamo"] if names else []
+    wraps = names and "ddp_utils.models.wrap" in sys.modules
+    return [*names, "torch._dynamo"] if wraps else names
 
 
 def _imports_of_main() -> list[str]:

@@ -6,15 +6,18 @@ pages that show no SVG). matplotlib is the ``bench`` extra's.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Comparison, Curve
+from benchmarks.measure import NOISY, Comparison, Curve
 
 __all__ = ["draw_bars", "draw_lines", "file_name"]
 
 OURS, PEERS, FLOOR = "#0f6cbd", "#9aa5b1", "#3b4754"
+LINES = ("#c2620e", "#6b7280", "#2e7d32", "#8e24aa", "#b71c1c")
+"""Colours of the others' lines, none of which is like ours."""
 
 
 def file_name(title: str) -> str:
@@ -45,16 +48,17 @@ def draw_bars(comparison: Comparison, folder: Path) -> None:
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
     axes.set_xlabel(comparison.unit)
-    _save(figure, axes, comparison.title, folder)
+    _save(figure, axes, comparison, folder)
 
 
 def draw_lines(curve: Curve, folder: Path) -> None:
     """Draw a curve for each contender, on logarithmic axes where the numbers span decades."""
     figure, axes = _figure(height=3.4)
+    others = itertools.cycle(LINES)
     for name, points in curve.points.items():
         xs = [x for x, _ in points]
         rows = [row for _, row in points]
-        color = _color(name, None) if _is_ours(name) else None
+        color = OURS if _is_ours(name) else next(others)
         (line,) = axes.plot(xs, [row.median for row in rows], marker="o", label=name, color=color)
         axes.fill_between(
             xs,
@@ -73,7 +77,7 @@ def draw_lines(curve: Curve, folder: Path) -> None:
     axes.set_xlabel(curve.x_label)
     axes.set_ylabel(curve.unit)
     axes.legend(frameon=False)
-    _save(figure, axes, curve.title, folder)
+    _save(figure, axes, curve, folder)
 
 
 def _is_ours(name: str) -> bool:
@@ -101,11 +105,13 @@ def _figure(height: float) -> tuple[Any, Any]:
     return pyplot.subplots(figsize=(7.6, height), layout="constrained")
 
 
-def _save(figure: Any, axes: Any, title: str, folder: Path) -> None:
+def _save(figure: Any, axes: Any, measured: Comparison | Curve, folder: Path) -> None:
     from matplotlib import pyplot
 
-    axes.set_title(title, loc="left", fontsize=11)
+    noise = " (measured on a busy machine)" if measured.steadiness > NOISY else ""
+    axes.set_title(measured.title + noise, loc="left", fontsize=11)
+    name = file_name(measured.title)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(folder / f"{file_name(title)}.svg", metadata={"Date": None})
-    figure.savefig(folder / f"{file_name(title)}.png", dpi=144)
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(folder / f"{name}.png", dpi=144)
     pyplot.close(figure)

@@ -6,8 +6,8 @@ What the ranks say to each other without a collective goes through :func:`shared
 
 from __future__ import annotations
 
-import json
 import itertools
+import json
 import os
 import secrets
 import socket

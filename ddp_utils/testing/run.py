@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -42,11 +43,11 @@ def start(
     options: Options,
     time_limit: float | None,
 ) -> list[R]:
-    """Start ranks for a test, so that the next start finds everything loaded.
+    """Start ranks for a test; where models are wrapped, load here once what that loads.
 
     A process with other threads is not forked, and what it loads is of no use to the ranks.
     """
-    if threading.active_count() == 1:
+    if "ddp_utils.models.wrap" in sys.modules and threading.active_count() == 1:
         load_what_ddp_loads()
     try:
         return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=time_limit)

@@ -90,10 +90,8 @@ def test_the_last_step_trains_on_two_ranks_and_resumes_on_one(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nproc", "code"), [(1, 0), (2, 143)])
-def test_the_last_step_stops_with_a_checkpoint_and_goes_on(
-    nproc: int, code: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_last_step_stops_with_a_checkpoint_and_goes_on(nproc: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", str(RETROFIT / f"{STEPS[-1]}.py"), "--epochs", "100000"],
         cwd=tmp_path,
@@ -108,7 +106,7 @@ def test_the_last_step_stops_with_a_checkpoint_and_goes_on(
         process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == code
+    assert process.returncode == 143
     stopped_in = torch.load(tmp_path / "cells.pt")["epoch"]
     more = epochs(
         run(STEPS[-1], "--resume", "--epochs", str(stopped_in), nproc=nproc, cwd=tmp_path)

@@ -313,6 +313,7 @@ def start_ranks(
         function=reference,
         arguments=arguments,
         main=_main_to_import(reference, arguments),
+        uses_ddp=function.mentions_ddp(reference),
         all_results=all_results,
         first_rank=machines.node_rank * nproc,
         nproc=nproc,

@@ -48,6 +48,7 @@ class Job:
     function: Function
     arguments: bytes
     main: Main | None
+    uses_ddp: bool
     all_results: bool
     first_rank: int
     nproc: int

@@ -17,7 +17,15 @@ from typing import Any
 
 from ddp_utils.ground.errors import StartError
 
-__all__ = ["Function", "Main", "import_main", "refer_to", "register", "this_main"]
+__all__ = [
+    "Function",
+    "Main",
+    "import_main",
+    "mentions_ddp",
+    "refer_to",
+    "register",
+    "this_main",
+]
 
 MAIN = ("__main__", "__mp_main__")
 
@@ -140,6 +148,21 @@ def this_main() -> Main | None:
     if path is None or not os.path.isfile(path):
         return None
     return Main(None, os.path.abspath(path))
+
+
+def mentions_ddp(function: Function) -> bool:
+    """Whether the script, or the module of the function, looks as if it wrapped a model.
+
+    Only a guess: what follows from it is speed.
+    """
+    words = (b"wrap_ddp", b"DistributedDataParallel")
+    texts = [function.pickled or b""]
+    for name in {"__main__", function.module} & set(sys.modules):
+        path = getattr(sys.modules[name], "__file__", None) or ""
+        if path.endswith(".py") and os.path.isfile(path):
+            with open(path, "rb") as file:
+                texts.append(file.read())
+    return any(word in text for word in words for text in texts)
 
 
 importing_main = False

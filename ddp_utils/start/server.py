@@ -180,6 +180,8 @@ class Server:
         self._tell("started", local_rank, process.pid)
 
     def _fork(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> Any:
+        if job.uses_ddp:
+            _load_for_ddp()
         rank = job.first_rank + local_rank
         process = multiprocessing.get_context("fork").Process(
             target=self._in_rank, args=(job, local_rank, descriptors), name=f"rank {rank}"
@@ -247,6 +249,16 @@ class Server:
             os.close(self._job_fd)
         self._job, self._job_fd = None, -1
         self._tell("swept")
+
+
+def _load_for_ddp() -> None:
+    """Import here, once, what the first wrapped model of each rank would import: a second each."""
+    from ddp_utils.ground._torch_private import load_what_ddp_loads
+
+    try:
+        load_what_ddp_loads()
+    except Exception:
+        pass  # the rank that needs it will raise the same, where it can be told
 
 
 def _gone_within(seconds: float) -> bool:

@@ -455,3 +455,21 @@ def test_the_plain_script(script: Callable[..., Any]) -> None:
         "value of rank zero",
     ]
     assert done.stderr == ""
+
+
+def test_what_wrapping_a_model_imports_is_imported_once(script: Callable[..., Any]) -> None:
+    done = script("""
+        import sys
+        import torch
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            inherited = "torch._dynamo" in sys.modules
+            ddp_utils.wrap_ddp(torch.nn.Linear(1, 1))
+            return inherited
+
+        if __name__ == "__main__":
+            print(main(), "torch._dynamo" in sys.modules)
+        """).run()
+    assert done.stdout == "True False\n", done.stderr

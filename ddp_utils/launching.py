@@ -15,7 +15,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
@@ -27,7 +27,7 @@ from ddp_utils.ground.errors import RankFailedError, StartError
 from ddp_utils.models import stop_signals
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.start import function, starter
-from ddp_utils.start.entry import Job
+from ddp_utils.start.entry import ENDING, Job
 from ddp_utils.start.machines import OtherMachines
 from ddp_utils.start.output import Outputs
 from ddp_utils.start.supervise import JobStopped, Supervisor
@@ -292,26 +292,16 @@ def start_ranks(
     name = getattr(fn, "__name__", type(fn).__name__)
     if function.importing_main or _is_being_imported():
         raise StartError(GUARD.format(name=name))
+    for variable in settings.VARIABLES:
+        variable.get()  # a misspelt one must not be found after an hour of training
     method = _one_of("start_method", options.start_method, settings.START_METHODS)
     if method == "auto":
         method = settings.START_METHOD.get()
     output = _one_of("output", options.output or settings.OUTPUT.get(), settings.OUTPUTS)
-    reference = function.refer_to(fn)
-    arguments = check_picklable(reference, args, kwargs)
-    if len(arguments) > LARGE:
-        warnings.warn(
-            f"the arguments of {name}() are {len(arguments) / 2**20:.0f} MiB, and every rank "
-            "reads a copy of them: build large data inside the function instead",
-            stacklevel=3,
-        )
-    handle = starter.acquire(method)  # before the store, whose thread would make a fork unsafe
-    nproc = _nproc(options)
-    machines = _machines(options)
-    others = OtherMachines(machines, nproc) if machines.num_nodes > 1 else None
-    store, address, port = _store(machines, others)
+    nproc, machines = _nproc(options), _machines(options)
     job = Job(
-        function=reference,
-        arguments=arguments,
+        function=(reference := function.refer_to(fn)),
+        arguments=(arguments := _pickled(name, reference, args, kwargs)),
         main=_main_to_import(reference, arguments),
         uses_ddp=function.mentions_ddp(reference),
         all_results=all_results,
@@ -320,22 +310,42 @@ def start_ranks(
         world_size=machines.num_nodes * nproc,
         node_rank=machines.node_rank,
         num_nodes=machines.num_nodes,
-        master_addr=address,
-        master_port=port,
         backend=options.backend,
         timeout=_seconds(options.timeout),
         stop_signals=tuple(options.stop_signals),
         environ=_environ(options),
-        ignore_interrupts=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        ignored=_ignored_signals(),
     )
     outputs = Outputs(output, options.log_dir or settings.LOG_DIR.get(), job.first_rank)
+    handle = starter.acquire(method)  # before the store, whose thread would make a fork unsafe
+    others = store = None
     try:
+        others = OtherMachines(machines, nproc) if machines.num_nodes > 1 else None
+        store, address, port = _store(machines, others)
+        job = replace(job, master_addr=address, master_port=port)
         return Supervisor(handle, job, outputs, timeout=time_limit, machines=others).run()
     finally:
         if others is not None:
             others.close()
         del store, others  # a traceback would keep the store, and its thread, alive
         starter.release(handle)
+
+
+def _pickled(name: str, reference: function.Function, args: Any, kwargs: Any) -> bytes:
+    arguments = check_picklable(reference, args, kwargs)
+    if len(arguments) > LARGE:
+        warnings.warn(
+            f"the arguments of {name}() are {len(arguments) / 2**20:.0f} MiB, and every rank "
+            "reads a copy of them: build large data inside the function instead",
+            stacklevel=4,
+        )
+    return arguments
+
+
+def _ignored_signals() -> tuple[int, ...]:
+    """Return what this process ignores and its ranks must ignore too, as under nohup."""
+    numbers = (signal.SIGINT, *ENDING)
+    return tuple(number for number in numbers if signal.getsignal(number) is signal.SIG_IGN)
 
 
 def _environ(options: Options) -> dict[str, str]:
@@ -405,5 +415,5 @@ def _with_exit_code(error: RankFailedError) -> RankFailedError:
     print(f"ddp_utils.RankFailedError: {error}", file=sys.stderr)
     known = {"rank": error.rank, "cause": error.cause, "failures": error.failures}
     exited = _RankExitedError(str(error), **known)  # type: ignore[arg-type]
-    exited.code = end.exit_code
+    exited.code = end.exit_code & 0xFF or 1  # sys.exit(256) would be taken for success
     return exited

@@ -13,7 +13,6 @@ import faulthandler
 import io
 import mmap
 import os
-import random
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from ddp_utils.start import verdict
 from ddp_utils.start.function import Function, Main, import_main
 from ddp_utils.start.transport import dumps, frame, loads
 
-__all__ = ["Job", "main", "run"]
+__all__ = ["ENDING", "Job", "main", "run"]
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a rank for the stacks of its threads, also while it waits in a collective."""
@@ -55,12 +54,13 @@ class Job:
     world_size: int
     node_rank: int
     num_nodes: int
-    master_addr: str
-    master_port: int
     backend: str | None
     timeout: float | None
     stop_signals: tuple[int, ...]
-    ignore_interrupts: bool
+    ignored: tuple[int, ...]
+    """Signals that the parent ignores, as under nohup."""
+    master_addr: str = ""
+    master_port: int = 0
     started: float = field(default_factory=time.monotonic)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     cwd: str = field(default_factory=os.getcwd)
@@ -94,11 +94,13 @@ _left_group: list[object] = []
 """The group that this rank has left. Its connections close with the process, or without this."""
 
 
-def main(job_fd: int, channel_fd: int, stacks_fd: int, local_rank: int) -> None:
+def main(job_fd: int, channel_fd: int, stacks_fd: int, local_rank: int, server: int) -> None:
     """Run one rank in an interpreter that was started for it."""
     job = read_job(job_fd)
     os.close(job_fd)
-    sys.exit(run(job, local_rank, socket.socket(fileno=channel_fd), stacks_fd, os.getppid()))
+    with socket.socket(fileno=channel_fd) as channel:
+        code = run(job, local_rank, channel, stacks_fd, server)
+    sys.exit(code)
 
 
 def run_forked(
@@ -134,8 +136,9 @@ def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:
     """Call the job's function as one rank, tell the parent how it went, return the exit code."""
     end_with(server)
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)  # the server has ignored them
+    for number in (signal.SIGINT, *ENDING):
+        usual = _interrupt_once() if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in job.ignored else usual)
     if job.first_rank + local_rank > 0:
         os.setpgid(0, 0)  # rank zero keeps the terminal: elsewhere its first read would stop it
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
@@ -144,6 +147,7 @@ def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, serve
             stream.reconfigure(line_buffering=True)  # a killed rank has still said its lines
     report = _Report(channel, job.first_rank + local_rank, job.started)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the server has blocked them
         _settle_in(job, local_rank)
         function, arguments = _find(job)
         return _call(job, function, arguments, report)
@@ -176,28 +180,12 @@ def _settle_in(job: Job, local_rank: int) -> None:
     os.chdir(job.cwd)
     sys.path[:] = job.path
     sys.argv[:] = job.argv
-    signal.signal(signal.SIGINT, signal.SIG_IGN if job.ignore_interrupts else _interrupt_once())
-    _forget_the_parents_state()
+    from ddp_utils.start import inherited
+
+    inherited.forget_state()
     from ddp_utils.process_group import set_threads
 
     set_threads(job.nproc)
-
-
-def _forget_the_parents_state() -> None:
-    """Give a forked rank the state that a fresh interpreter would have."""
-    import torch
-
-    random.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    torch.seed()
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    if torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)  # imports much, hence the question
-    for device_type in ("cpu", "cuda"):
-        torch.set_autocast_enabled(device_type, False)
 
 
 def _interrupt_once() -> Any:
@@ -215,7 +203,10 @@ def _interrupt_once() -> Any:
 
 def _find(job: Job) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
     if job.main is not None:
-        import_main(job.main)
+        from ddp_utils.start.inherited import logging_set_up_anew
+
+        with logging_set_up_anew():
+            import_main(job.main)
     return job.function.find(), loads(job.arguments)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_utils.ground.errors import StartError
+from ddp_utils.start.transport import dumps, loads
 
 __all__ = [
     "Function",
@@ -51,9 +52,7 @@ class Function:
     def find(self) -> Callable[..., Any]:
         """Return the function itself, in a rank that has imported its ``__main__``."""
         if self.pickled is not None:
-            import cloudpickle
-
-            return cloudpickle.loads(self.pickled)  # type: ignore[no-any-return]
+            return loads(self.pickled)  # type: ignore[no-any-return]
         found: Any = sys.modules["__main__"] if self.in_main else _import(self.module)
         if (self._key) in _registry:
             return _registry[self._key]
@@ -91,6 +90,12 @@ def refer_to(fn: Callable[..., Any]) -> Function:
     qualname = getattr(fn, "__qualname__", type(fn).__qualname__)
     if _can_be_found(module, qualname, fn):
         return Function(module, qualname)
+    by_name = this_main() is not None and not isinstance(fn, types.FunctionType)
+    if by_name:  # a bound method, a partial, an object to call
+        try:
+            return Function(module, qualname, dumps(fn))
+        except Exception:
+            pass  # cloudpickle may do better
     try:
         import cloudpickle
     except ImportError:
@@ -106,14 +111,20 @@ def refer_to(fn: Callable[..., Any]) -> Function:
 
 
 def _can_be_found(module: str, qualname: str, fn: Callable[..., Any]) -> bool:
-    if "<" in qualname or not callable(fn) or not hasattr(fn, "__qualname__"):
+    """Whether its name leads to ``fn`` itself, and not to what it wraps or is a method of."""
+    if module in MAIN and this_main() is None:
         return False
-    if module in MAIN:
-        return this_main() is not None
-    return module in sys.modules
+    if _registry.get(_key(module, qualname)) is fn:
+        return True
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found is fn
 
 
 def _import(name: str) -> types.ModuleType:
+    global importing_main
+    importing_main = True  # whoever starts ranks in there has no guard either
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -121,6 +132,8 @@ def _import(name: str) -> types.ModuleType:
             f"module {name!r}, which holds the function to run, cannot be imported in a rank "
             f"({error}); sys.path there is the parent's at the call"
         ) from error
+    finally:
+        importing_main = False
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ class Forwarder:
             return
         try:
             for text in pieces:
-                stream.write(text)
+                try:
+                    stream.write(text)
+                except UnicodeEncodeError as error:
+                    stream.write(text.encode(error.encoding, "backslashreplace").decode())
                 stream.flush()
         except (OSError, ValueError):
             pass  # the parent's stream is closed: the rank must not fail for it

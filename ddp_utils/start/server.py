@@ -8,6 +8,7 @@ children, so that nothing outlives a job. One job at a time.
 from __future__ import annotations
 
 import array
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from typing import Any, NoReturn
 
 from ddp_utils.start import entry
@@ -24,8 +26,30 @@ from ddp_utils.start.transport import FrameReader, dumps, frame, loads
 
 __all__ = ["main", "receive", "send", "serve"]
 
-IGNORED = (signal.SIGINT, signal.SIGPIPE, *entry.ENDING)
-"""The server ends with its parent and never before: who else would end the ranks?"""
+
+class _Forked:
+    """A rank in a fork of this process."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+
+    def exit_code(self) -> int | None:
+        code: int | None = self._process.exitcode
+        if code is not None:
+            self._process.close()  # and with it two descriptors
+        return code
+
+
+class _Executed:
+    """A rank in an interpreter of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
 
 
 def send(control: socket.socket, message: tuple[Any, ...], descriptors: list[int]) -> None:
@@ -57,7 +81,7 @@ def main(control_fd: int, preload: list[str]) -> NoReturn:
     for name in preload:
         try:
             __import__(name)
-        except Exception:
+        except BaseException:  # a module may call sys.exit
             pass  # the rank that needs it will raise the same, where it can be told
     serve(socket.socket(fileno=control_fd))
 
@@ -65,25 +89,30 @@ def main(control_fd: int, preload: list[str]) -> NoReturn:
 def serve(control: socket.socket) -> NoReturn:
     """Start ranks at the word of the process at the other end, until that is gone."""
     try:
-        _reset_signals()
+        _shut_out_signals()
         sys.settrace(None)  # a debugger or a coverage tool is at work in the parent, not here
         sys.setprofile(None)
         become_reaper()
         gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
         Server(control).run()
+    except BaseException:
+        traceback.print_exc()
     finally:
         kill_descendants(signal.SIGKILL)
         os._exit(0)
 
 
-def _reset_signals() -> None:
-    """Drop the parent's handlers, and ignore what must not end this process."""
+def _shut_out_signals() -> None:
+    """Drop the parent's handlers, and let nothing end this process: who would end the ranks?
+
+    What would end it is blocked, not ignored: a signal to a rank that has just been forked then
+    waits until the rank is ready for it.
+    """
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, *entry.ENDING])
 
 
 def cover_descriptors(keep: int) -> None:
@@ -118,8 +147,7 @@ class Server:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ranks: dict[int, int] = {}  # pid -> local rank
-        self._kept: list[Any] = []  # what started them
+        self._ranks: dict[int, _Forked | _Executed] = {}  # by local rank, while they run
         self._job: entry.Job | None = None
         self._job_fd = -1
         self._wake_read, self._wake_write = os.pipe()
@@ -172,39 +200,40 @@ class Server:
     def _start(self, local_rank: int, forks: bool, *descriptors: int) -> None:
         assert self._job is not None
         start = self._fork if forks else self._execute
-        process = start(self._job, local_rank, descriptors)
-        self._kept.append(process)
-        self._ranks[process.pid] = local_rank
+        self._ranks[local_rank] = start(self._job, local_rank, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._tell("started", local_rank, process.pid)
 
-    def _fork(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> Any:
+    def _fork(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> _Forked:
         if job.uses_ddp:
             _load_for_ddp()
         rank = job.first_rank + local_rank
         process = multiprocessing.get_context("fork").Process(
-            target=self._in_rank, args=(job, local_rank, descriptors), name=f"rank {rank}"
+            target=self._in_rank,
+            args=(job, local_rank, descriptors, os.getpid()),
+            name=f"rank {rank}",
         )
         process.start()
-        return process
+        return _Forked(process)
 
-    def _in_rank(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> None:
+    def _in_rank(
+        self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...], server: int
+    ) -> None:
         for descriptor in (self._wake_read, self._wake_write, self._job_fd):
             os.close(descriptor)
         self._control.close()
         channel, stdin, stdout, stderr, stacks = descriptors
-        entry.run_forked(job, local_rank, (channel, stdin, stdout, stderr, stacks), os.getppid())
+        entry.run_forked(job, local_rank, (channel, stdin, stdout, stderr, stacks), server)
 
-    def _execute(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> Any:
+    def _execute(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> _Executed:
         channel, stdin, stdout, stderr, stacks = descriptors
-        numbers = (os.dup(self._job_fd), channel, stacks)
+        numbers = tuple(above_standard(number) for number in (self._job_fd, channel, stacks))
         code = (
             f"import sys; sys.path[:] = {job.path!r}; from ddp_utils.start.entry import main; "
-            f"main({', '.join(map(str, numbers))}, {local_rank})"
+            f"main({', '.join(map(str, numbers))}, {local_rank}, {os.getpid()})"
         )
         try:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *interpreter_flags(), "-c", code],
                 stdin=stdin,
                 stdout=stdout,
@@ -212,39 +241,34 @@ class Server:
                 pass_fds=numbers,
                 cwd=job.cwd,
                 env=job.environ_of(local_rank),
-                restore_signals=True,
             )
         finally:
-            os.close(numbers[0])
+            for number in numbers:
+                os.close(number)
+        return _Executed(process)
 
     def _signal(self, local_rank: int, number: int) -> None:
-        for pid, other in self._ranks.items():
-            if other == local_rank:
-                os.kill(pid, number)
+        if local_rank in self._ranks:  # not reaped, so that its pid is nobody else's
+            os.kill(self._ranks[local_rank].pid, number)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            local_rank = self._ranks.pop(pid, None)
-            if local_rank is not None:
-                code = os.waitstatus_to_exitcode(status)
+        """Tell of the ranks that have ended, and take leave of orphans."""
+        for local_rank, rank in list(self._ranks.items()):
+            code = rank.exit_code()
+            if code is not None:
+                del self._ranks[local_rank]
                 self._tell("ended", local_rank, code, time.monotonic())
+        _reap_others({rank.pid for rank in self._ranks.values()})
 
     def _sweep(self, wait: float, grace: float) -> None:
         """End what the ranks have left behind: leave it ``wait`` seconds, then ``grace``."""
+        self._reap()
         if not _gone_within(wait):
             kill_descendants(signal.SIGTERM)
             if not _gone_within(grace):
                 kill_descendants(signal.SIGKILL)
                 _gone_within(grace)
-        self._reap()
         self._ranks.clear()
-        self._kept.clear()
         if self._job_fd >= 0:
             os.close(self._job_fd)
         self._job, self._job_fd = None, -1
@@ -261,27 +285,38 @@ def _load_for_ddp() -> None:
         pass  # the rank that needs it will raise the same, where it can be told
 
 
+def _reap_others(but: set[int]) -> bool:
+    """Reap every child that has ended, ``but`` these pids; return whether none is left."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True
+        if found is None or found.si_pid in but:
+            return False  # one of those has its own SIGCHLD, and is seen to then
+        os.waitpid(found.si_pid, 0)
+
+
 def _gone_within(seconds: float) -> bool:
     """Wait for all descendants to end; they are reaped here, so that zombies do not count."""
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
-                pass
-        except ChildProcessError:
-            return True
+    while not _reap_others(set()):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.01)
+    return True
 
 
 def kill_descendants(number: int) -> None:
-    """Send a signal to every process that descends from this one."""
-    for pid in descendants(os.getpid()):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+    """Send a signal to every process that descends from this one, those born meanwhile too."""
+    told: set[int] = set()
+    while new := set(descendants(os.getpid())) - told:
+        for pid in new:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+        told |= new
 
 
 def descendants(root: int) -> list[int]:
@@ -304,6 +339,11 @@ def descendants(root: int) -> list[int]:
         front = [child for pid in front for child in children.get(pid, [])]
         found += front
     return found
+
+
+def above_standard(descriptor: int) -> int:
+    """Return a copy of a descriptor whose number is not that of a standard stream."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def thread_count() -> int:
@@ -334,8 +374,14 @@ def interpreter_flags() -> list[str]:
         f"-X{name}" if value is True else f"-X{name}={value}"
         for name, value in sys._xoptions.items()
     ]
-    if sys.flags.optimize:
-        flags.append("-" + "O" * sys.flags.optimize)
-    if sys.flags.isolated:
-        flags.append("-I")
-    return flags
+    letters = {
+        "O": sys.flags.optimize,
+        "b": sys.flags.bytes_warning,
+        "B": sys.flags.dont_write_bytecode,
+        "I": sys.flags.isolated,
+        "E": sys.flags.ignore_environment,
+        "s": sys.flags.no_user_site,
+        "S": sys.flags.no_site,
+        "P": getattr(sys.flags, "safe_path", False),
+    }
+    return flags + ["-" + letter * int(count) for letter, count in letters.items() if count]

@@ -38,9 +38,12 @@ class ServerHandle:
     forks: bool
     specs: dict[str, Any] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    argv: list[str] | None = None
+    """What modules of the script that read their options at import have read in the server."""
 
     def close(self) -> None:
         """Let the server end, and wait until it has."""
+        _in_use.discard(self.control)
         self.control.close()
         if self.process is not None:
             self.process.wait()
@@ -52,6 +55,8 @@ class ServerHandle:
 
     def is_stale(self) -> bool:
         """Whether a module that the server holds has been replaced or reloaded here since."""
+        if self.argv is not None and self.argv != sys.argv:
+            return True
         return any(
             getattr(sys.modules.get(name), "__spec__", None) is not spec
             for name, spec in self.specs.items()
@@ -69,6 +74,12 @@ def acquire(method: str) -> ServerHandle:
     Raises:
         StartError: ``"server"`` is asked for where ranks cannot be forked.
     """
+    handle = _acquire(method)
+    _in_use.add(handle.control)
+    return handle
+
+
+def _acquire(method: str) -> ServerHandle:
     _prepare()
     forks = method != "spawn" and sys.platform == "linux"
     if method == "server" and not forks:
@@ -90,6 +101,7 @@ def acquire(method: str) -> ServerHandle:
 def release(handle: ServerHandle) -> None:
     """Keep a server for the next start, or end it where there is one already."""
     with _lock:
+        _in_use.discard(handle.control)
         if handle.control.fileno() >= 0 and not any(other.forks == handle.forks for other in _idle):
             _idle.append(handle)
             return
@@ -164,14 +176,14 @@ def _forked() -> ServerHandle | None:
         finally:
             os._exit(1)
     theirs.close()
-    threads = server.thread_count()
-    reply = server.receive(ours)
     handle = ServerHandle(ours, pid, True, _specs())
-    if threads > 1 or reply is None or reply[0][1]:
-        os.kill(pid, signal.SIGKILL)
-        handle.close()
-        return None
-    return handle
+    if server.thread_count() == 1:
+        reply = server.receive(ours)
+        if reply is not None and not reply[0][1]:
+            return handle
+    os.kill(pid, signal.SIGKILL)
+    handle.close()
+    return None
 
 
 def _specs() -> dict[str, Any]:
@@ -187,19 +199,21 @@ def _fresh(preload: list[str], forks: bool) -> ServerHandle:
         StartError: it did not come up.
     """
     ours, theirs = socket.socketpair()
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
-        f"sys.path[:] = {sys.path!r}; from ddp_utils.start.server import main; "
-        f"main({theirs.fileno()}, {preload!r})"
-    )
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, *server.interpreter_flags(), "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
-    handle = ServerHandle(ours, process.pid, forks, process=process)
+        number = server.above_standard(theirs.fileno())
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}; import signal; "
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); from ddp_utils.start.server import main; "
+        f"main({number}, {preload!r})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *server.interpreter_flags(), "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[number],
+    )
+    os.close(number)
+    handle = ServerHandle(ours, process.pid, forks, process=process, argv=list(sys.argv))
     reply = server.receive(ours)
     if reply is None:
         handle.close()

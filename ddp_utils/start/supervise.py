@@ -379,7 +379,7 @@ class Supervisor:
             rank = 0 if root is None else root.rank
             raise RankFailedError(elsewhere, rank=rank, failures=ends)
         if root is None:
-            values = [loads(rank.payload) if rank.payload else None for rank in self._ranks]
+            values = [_value(rank) for rank in self._ranks]
             if any(rank.stopped for rank in self._ranks):
                 raise JobStopped(values)
             return values
@@ -387,7 +387,7 @@ class Supervisor:
             message = f"the ranks did not end within {self._timeout:g} s\n\n{self._stacks}"
             raise RankFailedError(message, rank=root.rank, failures=ends)
         failed = self._ranks[root.rank - self._job.first_rank]
-        cause = loads(failed.payload) if failed.payload and root.kind == "raised" else None
+        cause = _exception(failed.payload) if root.kind == "raised" else None
         if isinstance(cause, StartError):
             raise cause  # the same on every rank, and not of its making
         message = self._report(root)
@@ -400,6 +400,25 @@ class Supervisor:
         self._server.close()
         os.kill(os.getpid(), number)
         raise SystemExit(128 + number)
+
+
+def _exception(payload: bytes) -> BaseException | None:
+    """Return a rank's exception, None where this process cannot make it again."""
+    try:
+        error = loads(payload)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _value(rank: _Rank) -> Any:
+    try:
+        return loads(rank.payload) if rank.payload else None
+    except Exception as error:
+        raise StartError(
+            f"local rank {rank.local_rank} returned a value that cannot be read here "
+            f"({type(error).__name__}: {error}): its class must be importable in this process too"
+        ) from error
 
 
 def _size(file: IO[bytes]) -> int:

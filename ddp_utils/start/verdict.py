@@ -48,7 +48,7 @@ def comes_from_a_lost_peer(error: BaseException) -> bool:
         seen.add(id(chain))
         if not isinstance(chain, (RuntimeError, OSError)):
             return False
-        text = str(chain).lower()
+        text = summary(chain).lower()  # str() of a user's exception may raise
         if any(sign in text for sign in LOSS) and _left_a_collective(chain):
             return True
         chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
@@ -164,7 +164,9 @@ def user_traceback(error: BaseException) -> str:
 
 def summary(error: BaseException) -> str:
     """Return an exception's last line, as Python prints it."""
-    return traceback.format_exception_only(type(error), error)[-1].strip()
+    told = traceback.TracebackException(type(error), error, None)
+    told.__notes__ = None  # type: ignore[attr-defined]  # they would come last (Python 3.11)
+    return list(told.format_exception_only())[-1].strip()
 
 
 def signal_name(number: int) -> str:

@@ -473,3 +473,168 @@ def test_what_wrapping_a_model_imports_is_imported_once(script: Callable[..., An
             print(main(), "torch._dynamo" in sys.modules)
         """).run()
     assert done.stdout == "True False\n", done.stderr
+
+
+@pytest.mark.parametrize("how", ["os._exit(7)", "raise ValueError('at import')"])
+def test_a_rank_that_ends_while_others_are_still_started(
+    script: Callable[..., Any], how: str
+) -> None:
+    done = script(f"""
+        import os
+        import ddp_utils
+
+        if os.environ.get("RANK") == "0":
+            {how}
+
+        @ddp_utils.distributed_main
+        def main():
+            ddp_utils.barrier()
+
+        if __name__ == "__main__":
+            main()
+        """).run(DDP_UTILS_NPROC="16", DDP_UTILS_GRACE="60")
+    assert done.returncode in (1, 7)
+    assert "rank 0 of 16" in done.stderr
+
+
+def test_nohup_holds_for_ranks_too(script: Callable[..., Any]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = script("""
+            import ddp_utils
+
+            @ddp_utils.distributed_main
+            def main():
+                print("busy", flush=True)
+                ddp_utils.barrier()
+                while not os.path.exists("go on"):
+                    time.sleep(0.05)
+
+            import os, time
+            if __name__ == "__main__":
+                main()
+            """).start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert {process.stdout.readline() for _ in range(2)} == {"busy\n", "[rank 1] busy\n"}
+    for rank in psutil.Process(process.pid).children(recursive=True):
+        rank.send_signal(signal.SIGHUP)
+    (Path(process.args[-1]).parent / "go on").touch()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+
+
+@pytest.mark.parametrize("method", ["auto", "spawn"])
+def test_logging_that_the_script_sets_up(
+    script: Callable[..., Any], tmp_path: Path, method: str
+) -> None:
+    done = script("""
+        import logging, sys
+        import ddp_utils
+
+        logging.basicConfig(filename="train.log", level=logging.INFO)
+        log = logging.getLogger("train")
+        log.addHandler(logging.StreamHandler(sys.stdout))
+
+        @ddp_utils.distributed_main
+        def main():
+            log.info("once, by %d", ddp_utils.get_rank())
+
+        if __name__ == "__main__":
+            main()
+        """).run(DDP_UTILS_START_METHOD=method)
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] once, by 1", "once, by 0"], done.stderr
+    assert (tmp_path / "train.log").read_text().count("once, by") == 2
+
+
+def test_options_that_a_module_reads_at_import(script: Callable[..., Any]) -> None:
+    script(
+        """
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--lr", required=True)
+        args = parser.parse_args()
+        """,
+        "config.py",
+    )
+    done = script("""
+        import threading
+        from config import args
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            return ddp_utils.all_gather(args.lr)
+
+        if __name__ == "__main__":
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+            print(main())
+        """).run("--lr", "5")
+    assert done.stdout == "['5', '5']\n", done.stderr
+
+
+def test_a_misspelt_variable_is_told_before_anything_runs(script: Callable[..., Any]) -> None:
+    done = script(MAIN + GUARD).run(DDP_UTILS_GRACE="5s")
+    assert "DDP_UTILS_GRACE='5s' cannot be read" in done.stderr
+    assert done.stdout == ""
+
+
+def test_output_that_the_terminal_cannot_show(script: Callable[..., Any]) -> None:
+    done = script("""
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            if ddp_utils.get_rank() == 1:
+                print("first\\n\\u4f60 second\\nthird")
+
+        if __name__ == "__main__":
+            main()
+        """).run(PYTHONIOENCODING="latin-1", PYTHONUTF8="1")
+    assert done.stdout.splitlines() == [
+        "[rank 1] first",
+        "[rank 1] \\u4f60 second",
+        "[rank 1] third",
+    ]
+
+
+def test_sys_exit_256_is_a_failure(script: Callable[..., Any]) -> None:
+    done = script("""
+        import sys
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            sys.exit(256)
+
+        if __name__ == "__main__":
+            main()
+        """).run()
+    assert done.returncode == 1
+
+
+def test_all_standard_streams_closed(script: Callable[..., Any]) -> None:
+    path = script("""
+        import threading
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            open(f"done{ddp_utils.get_rank()}", "w").close()
+
+        if __name__ == "__main__":
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+            main()
+        """).path
+    command = f'"{sys.executable}" "{path}" <&- >&- 2>&-'
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=path.parent,
+        timeout=60,
+        env=os.environ | {"DDP_UTILS_NPROC": "2", "DDP_UTILS_QUIET": "1"},
+        check=False,
+    )
+    assert done.returncode == 0
+    assert (path.parent / "done0").exists()
+    assert (path.parent / "done1").exists()

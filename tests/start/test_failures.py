@@ -6,6 +6,7 @@ which is used where this process cannot be forked.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_utils import RankFailedError, StartError, get_rank, launch
+from ddp_utils import RankFailedError, get_rank, launch
 
 METHODS = [
     "server",
@@ -190,13 +191,81 @@ def test_called_again_and_with_other_sizes(run: Callable[..., list[Any]]) -> Non
     assert run(get_rank, nproc=2) == [0, 1]
 
 
-def under_a_guard_here() -> None: ...
+class Model:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, x: int) -> int:
+        return self.factor * x
 
 
-def test_a_function_that_is_not_there_at_import(run: Callable[..., list[Any]]) -> None:
-    under_a_guard_here.__qualname__ = "only_known_here"
-    with pytest.raises(StartError, match="top level of the module"):
-        run(under_a_guard_here)
+def double(fn: Callable[[int], int]) -> Callable[[int], int]:
+    @functools.wraps(fn)
+    def doubled(x: int) -> int:
+        return 2 * fn(x)
+
+    return doubled
+
+
+def plain(x: int) -> int:
+    return x
+
+
+def test_what_runs_is_what_was_given_and_not_what_has_its_name(
+    run: Callable[..., list[Any]],
+) -> None:
+    assert run(Model(4).times, 7) == [28, 28]
+    assert run(functools.partial(plain, 3)) == [3, 3]
+    assert run(double(plain), 5) == [10, 10]
+
+
+class OnlyInTheRank(Exception):
+    def __reduce__(self) -> Any:
+        return (_made_in_a_rank_only, ())
+
+
+def _made_in_a_rank_only() -> Exception:
+    if os.environ.get("RANK") is None:
+        raise ModuleNotFoundError("no plug-in here")
+    return OnlyInTheRank("the true cause")
+
+
+def fail_with_what_the_parent_cannot_import() -> None:
+    raise OnlyInTheRank("the true cause")
+
+
+def test_an_exception_that_only_ranks_can_make_is_told(run: Callable[..., list[Any]]) -> None:
+    with pytest.raises(RankFailedError, match="OnlyInTheRank: the true cause") as caught:
+        run(fail_with_what_the_parent_cannot_import)
+    assert caught.value.cause is None
+
+
+class Noted(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("a message that cannot be made")
+
+
+def fail_with_a_broken_message() -> None:
+    error = Noted()
+    if sys.version_info >= (3, 11):
+        error.add_note("see the manual")
+    raise error
+
+
+def test_a_message_that_cannot_be_made_and_a_note(run: Callable[..., list[Any]]) -> None:
+    with pytest.raises(RankFailedError, match="Noted") as caught:
+        run(fail_with_a_broken_message)
+    assert "see the manual" not in str(caught.value).splitlines()[0]
+
+
+def servers_descriptors() -> int:
+    return len(os.listdir(f"/proc/{os.getppid()}/fd"))
+
+
+def test_many_starts_leave_nothing_open(run: Callable[..., list[Any]]) -> None:
+    first, *_ = [max(run(servers_descriptors)) for _ in range(2)]
+    last = [max(run(servers_descriptors, nproc=2)) for _ in range(6)][-1]
+    assert last <= first + 8  # the ranks of one job, and not of all before
 
 
 def no_thread_hangs_the_rank() -> int:

@@ -4,6 +4,8 @@
 VENV    := .venv
 PYTHON  ?= python3
 PY      := $(VENV)/bin/python
+PYTEST  := $(PY) -m pytest --quiet
+TWO_AT_ONCE := --numprocesses 2 --dist loadfile
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-all lint bench docs clean
@@ -12,10 +14,11 @@ demo: $(VENV)/examples
 	DDP_UTILS_NPROC=2 $(PY) examples/digits/after.py
 
 test: lint
-	$(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow" $(TWO_AT_ONCE)
 
-test-all: lint
-	$(PY) -m pytest
+# The slow tests have the machine to themselves: real launchers, kill loops, statistics.
+test-all: test
+	$(PYTEST) -m slow
 
 lint: $(VENV)/test
 	$(PY) -m ruff check .
@@ -39,7 +42,7 @@ $(VENV)/%: setup.cfg constraints.txt | $(VENV)/bin/python
 	touch $@
 
 EXTRAS_examples := examples
-EXTRAS_test     := test,examples
+EXTRAS_test     := test,examples,docs
 EXTRAS_bench    := bench,examples
 EXTRAS_docs     := docs
 

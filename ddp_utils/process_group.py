@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import default_store
-from ddp_utils.ground.errors import DistributedError, RendezvousError
+from ddp_utils.ground.errors import DistributedError, LauncherError, RendezvousError
 from ddp_utils.rendezvous import meet, roll_call
 from ddp_utils.world import devices, interfaces
 from ddp_utils.world.addresses import is_loopback
@@ -298,7 +298,15 @@ def _store_of_our_parent(world: World, timeout: timedelta | None) -> dist.Store:
         timeout=timeout or timedelta(minutes=5),
     )
     # A group made after another has been left must not find that one's addresses.
-    return dist.PrefixStore(f"group_{next(_groups_made)}", store)
+    fresh = dist.PrefixStore(f"group_{next(_groups_made)}", store)
+    holder = int(fresh.compare_set(f"held/{world.rank}", "", str(os.getpid())))
+    if holder != os.getpid():
+        raise LauncherError(
+            f"process {holder} is rank {world.rank} already, and this one, {os.getpid()}, was "
+            "started with its variables, perhaps by it. A script that a rank starts, and that is "
+            "to be on its own, needs DDP_UTILS_LAUNCHER=none in its environment."
+        )
+    return fresh
 
 
 def _check_interface() -> None:

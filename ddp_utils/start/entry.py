@@ -36,6 +36,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.S
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to a whole process group that end a rank, unless it has other plans, and no server."""
 
+NOT_FOR_RANKS = {settings.LAUNCHER.name}
+"""Who started a rank is known; set in a script that a rank starts, it still counts there."""
+
 REPEAT = 2.0
 """A terminal and the parent may both pass on one Ctrl-C: within so many seconds it is one."""
 
@@ -69,7 +72,8 @@ class Job:
 
     def environ_of(self, local_rank: int) -> dict[str, str]:
         """Return one rank's environment: the parent's, and what torchrun would set."""
-        return self.environ | {
+        inherited = {name: self.environ[name] for name in self.environ.keys() - NOT_FOR_RANKS}
+        return inherited | {
             settings.STARTED_BY_US: "1",
             "RANK": str(self.first_rank + local_rank),
             "WORLD_SIZE": str(self.world_size),

@@ -79,7 +79,7 @@ def detect(environ: Environ, read_file: ReadFile | None = None) -> Detection:
             that cannot be.
     """
     forced = settings.LAUNCHER.get(environ)
-    if settings.STARTED_BY_US in environ:
+    if settings.STARTED_BY_US in environ and forced != "none":  # ranks are started without that
         found = _started_by_us(environ)
     elif forced:
         found = _forced(environ, forced, read_file or _read_file)

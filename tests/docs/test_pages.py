@@ -41,7 +41,7 @@ def test_every_page_with_code_is_run_by_some_test(page: Path) -> None:
     assert elsewhere, f"nobody runs {page.name}"
 
 
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
+@pytest.mark.parametrize("name", [pytest.param("index.md", marks=pytest.mark.slow), "starting.md"])
 def test_scripts_on_pages_run_on_one_process_and_on_two_ranks(name, script) -> None:
     for number, block in enumerate(python_blocks(DOCS / name)):
         page = script(block, f"block_{number}.py")

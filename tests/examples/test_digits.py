@@ -32,7 +32,10 @@ def test_the_two_differ_by_at_most_15_lines() -> None:
     assert 0 < len(changed) <= 15
 
 
-@pytest.mark.parametrize("ranks", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("3", marks=pytest.mark.slow)],
+)
 def test_trains_evaluates_and_saves(ranks: str, tmp_path: Path) -> None:
     file = tmp_path / "digits.pt"
     done = run("after.py", "--save", str(file), DDP_UTILS_NPROC=ranks)

@@ -37,6 +37,7 @@ def test_without_the_guard_there_is_one_short_error(script: Callable[..., Any]) 
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_decorator_that_runs_the_function_at_decoration(script: Callable[..., Any]) -> None:
     """L02 (AnswerDotAI/fsdp_qlora#28): a guard does not help where a decorator calls at once."""
     done = script("""
@@ -345,6 +346,7 @@ def test_open_files_are_not_inherited_and_sockets_listen_on_loopback(
     assert done.stdout.strip() == "([], {'127.0.0.1'})", done.stderr
 
 
+@pytest.mark.slow
 def test_from_another_thread_and_two_jobs_at_once(script: Callable[..., Any]) -> None:
     done = script("""
         import threading
@@ -365,6 +367,7 @@ def test_from_another_thread_and_two_jobs_at_once(script: Callable[..., Any]) ->
     assert done.stdout == "[11, 11] [21, 21]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_slow_imports_are_paid_once(script: Callable[..., Any], tmp_path: Path) -> None:
     """Each import of the slow module leaves a line in a file: no clock is needed to count them."""
     script("open('imports.txt', 'a').write('imported\\n')", "slow_module.py")
@@ -389,7 +392,7 @@ def test_slow_imports_are_paid_once(script: Callable[..., Any], tmp_path: Path) 
         assert len((tmp_path / "imports.txt").read_text().split()) == expected
 
 
-@pytest.mark.parametrize("python", [("-c",), ("-",)])
+@pytest.mark.parametrize("python", [("-c",), pytest.param(("-",), marks=pytest.mark.slow)])
 def test_without_a_file_the_function_travels_by_value(python: tuple[str, ...]) -> None:
     """L07: ``python -c``, ``python -`` and a shell have no file that a rank could import."""
     text = "import ddp_utils\ndef f(x): return x + ddp_utils.get_rank()\n"
@@ -407,6 +410,7 @@ def test_without_a_file_the_function_travels_by_value(python: tuple[str, ...]) -
     assert done.stdout == "[1, 2]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_function_under_the_guard(script: Callable[..., Any]) -> None:
     """L06 (tczhangzhi/pytorch-distributed#20)."""
     done = script("""
@@ -422,6 +426,7 @@ def test_a_function_under_the_guard(script: Callable[..., Any]) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(script: Callable[..., Any]) -> None:
     process = script("""
         import signal, time
@@ -497,6 +502,7 @@ def test_a_rank_that_ends_while_others_are_still_started(
     assert "rank 0 of 16" in done.stderr
 
 
+@pytest.mark.slow
 def test_nohup_holds_for_ranks_too(script: Callable[..., Any]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -524,7 +530,7 @@ def test_nohup_holds_for_ranks_too(script: Callable[..., Any]) -> None:
     assert process.returncode == 0, err
 
 
-@pytest.mark.parametrize("method", ["auto", "spawn"])
+@pytest.mark.parametrize("method", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_logging_that_the_script_sets_up(
     script: Callable[..., Any], tmp_path: Path, method: str
 ) -> None:
@@ -547,6 +553,7 @@ def test_logging_that_the_script_sets_up(
     assert (tmp_path / "train.log").read_text().count("once, by") == 2
 
 
+@pytest.mark.slow
 def test_options_that_a_module_reads_at_import(script: Callable[..., Any]) -> None:
     script(
         """
@@ -579,6 +586,7 @@ def test_a_misspelt_variable_is_told_before_anything_runs(script: Callable[..., 
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_output_that_the_terminal_cannot_show(script: Callable[..., Any]) -> None:
     done = script("""
         import ddp_utils
@@ -598,6 +606,7 @@ def test_output_that_the_terminal_cannot_show(script: Callable[..., Any]) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_sys_exit_256_is_a_failure(script: Callable[..., Any]) -> None:
     done = script("""
         import sys
@@ -613,6 +622,7 @@ def test_sys_exit_256_is_a_failure(script: Callable[..., Any]) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_all_standard_streams_closed(script: Callable[..., Any]) -> None:
     path = script("""
         import threading
@@ -638,3 +648,27 @@ def test_all_standard_streams_closed(script: Callable[..., Any]) -> None:
     assert done.returncode == 0
     assert (path.parent / "done0").exists()
     assert (path.parent / "done1").exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_a_rank_starts(script: Callable[..., Any]) -> None:
+    """It inherits the rank's variables: an error, or on its own where that is asked for."""
+    done = script("""
+        import os, subprocess, sys
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            if len(sys.argv) > 1:
+                print("ran on", ddp_utils.get_world_size())
+            elif ddp_utils.is_rank_zero():
+                for launcher in ("", "none"):
+                    environ = os.environ | {"DDP_UTILS_LAUNCHER": launcher, "DDP_UTILS_NPROC": "1"}
+                    command = [sys.executable, __file__, "inner"]
+                    inner = subprocess.run(command, env=environ, capture_output=True, text=True)
+                    print(inner.returncode, inner.stdout, "is rank 0 already" in inner.stderr)
+
+        if __name__ == "__main__":
+            main()
+        """).run()
+    assert done.stdout.split() == ["1", "True", "0", "ran", "on", "1", "False"], done.stderr

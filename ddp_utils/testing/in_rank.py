@@ -123,8 +123,14 @@ def _flush() -> None:
 
 
 def _measures(options: dict[str, Any]) -> bool:
-    """Whether pytest-cov is there and at work; its source is None for everything."""
+    """Whether pytest-cov is there and at work."""
     return options.get("cov_source", []) != [] and not options.get("no_cov")
+
+
+def _measured_sources(options: dict[str, Any]) -> list[str] | None:
+    """Return what coverage is told to measure; ``--cov`` alone, True among them, is everything."""
+    sources = options["cov_source"]
+    return None if sources is None or True in sources else list(sources)
 
 
 @contextmanager
@@ -139,7 +145,7 @@ def _measured(options: dict[str, Any]) -> Iterator[None]:
     if inherited is not None:
         inherited.stop()  # the parent's, in a rank that was forked from it
     measurement = coverage.Coverage(
-        source=options["cov_source"],
+        source=_measured_sources(options),
         branch=options.get("cov_branch"),
         config_file=options.get("cov_config") or True,
         data_suffix=True,
@@ -188,6 +194,9 @@ class _Session:
         debugs = self._request.debugs and self._files.rank == 0
         options["usepdb"] = bool(options.get("usepdb")) and debugs
         options["trace"] = bool(options.get("trace")) and debugs
+        # A rank that was not forked from pytest has imported this package without its hook.
+        ignored = "ignore::pytest.PytestAssertRewriteWarning"
+        options["pythonwarnings"] = [*(options.get("pythonwarnings") or []), ignored]
         config = pytest.Config.fromdictargs(options, [self._request.test, "-p", "no:terminal"])
         config.workerinput = self._request.workerinput  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
@@ -249,6 +258,8 @@ class _Session:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
+        if when != "runtest":
+            return  # configuration and collection warn in the parent as well
         category = warning_message.category
         name = f"{category.__module__}:{category.__qualname__}"
         text, filename = str(warning_message.message), warning_message.filename

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -492,6 +493,36 @@ def test_warnings_of_the_ranks_are_in_the_summary_once(run: Run) -> None:
     result.assert_outcomes(passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*DeprecationWarning: mind the gap"])
     run(text, "-W", "error").assert_outcomes(failed=1)
+
+
+def test_what_the_parent_has_warned_of_the_ranks_do_not_repeat(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    pytester.makeini("[pytest]\nno_such_setting = 1")
+    text = """
+        warnings.warn("while it is imported")
+        def test_it(): ...
+        """
+    result = run(text)
+    result.assert_outcomes(passed=1, warnings=2)
+    assert lines(result).count("Unknown config option: no_such_setting") == 1
+    assert lines(result).count("UserWarning: while it is imported") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_are_not_forked_from_pytest_do_not_warn_of_that(run: Run) -> None:
+    threads = """
+        import threading
+        import pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_configure():
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        """
+    pathlib.Path("with_threads.py").write_text(textwrap.dedent(threads))
+    result = run("def test_it(): ...", "-W", "error", "-p", "with_threads", fresh=True)
+    result.assert_outcomes(passed=1)
+    assert "warning" not in lines(result)
 
 
 def test_a_rank_that_is_silent_has_not_passed(run: Run) -> None:

@@ -122,6 +122,7 @@ def test_a_parameter_that_is_not_synchronised_is_named() -> None:
     assert "Reason: the gradients of these parameters were not synchronised" in text
 
 
+@pytest.mark.slow
 def test_uneven_shares_and_uneven_counts() -> None:
     uneven = {"x": torch.randn(5, 4), "y": [torch.randn(5, 1)]}
     assert "Reason: the shares differ in size" in message(

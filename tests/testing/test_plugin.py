@@ -554,6 +554,7 @@ def test_ranks_may_skip_at_different_times(run: Run) -> None:
     result.assert_outcomes(skipped=1)
 
 
+@pytest.mark.slow
 def test_junit(run: Run, pytester: pytest.Pytester) -> None:
     result = run(
         """

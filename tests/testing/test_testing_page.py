@@ -12,6 +12,7 @@ pytest_plugins = ["pytester"]
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
+@pytest.mark.slow
 def test_the_suite_on_the_page_passes(pytester: pytest.Pytester) -> None:
     files: dict[str, str] = {}
     for name, code in re.findall(r"```python\n# (\S+)\.py\n(.*?)```", PAGE.read_text(), re.DOTALL):

@@ -103,7 +103,7 @@ def message(step: Any, batch: Any = BATCH, **options: Any) -> str:
     [
         (batchnorm, ["Reason: BatchNorm"]),
         (dropout, ["Reason: dropout"]),
-        (both, ["Reason: dropout", "Reason: BatchNorm"]),
+        pytest.param(both, ["Reason: dropout", "Reason: BatchNorm"], marks=pytest.mark.slow),
         (summed, ["Reason: every gradient is 1/2 of what it should be"]),
         (bare, ["Reason: the ranks have different gradients for every parameter"]),
     ],

@@ -464,6 +464,7 @@ def test_what_follows_from_a_failure_is_no_second_failure(run: Run) -> None:
     result.stdout.fnmatch_lines(["rank 1 of 2*was killed by SIGKILL*"])
 
 
+@pytest.mark.slow
 def test_stop_at_the_first_failure(run: Run) -> None:
     text = """
         def test_a(): assert get_rank() == 5

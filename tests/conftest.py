@@ -39,7 +39,9 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def _variables() -> dict[str, str]:
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # set by pytest and by torch
+    # Set by pytest, by torch, and by the import of scikit-learn.
+    others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    others |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
     return {name: value for name, value in os.environ.items() if name not in others}
 
 

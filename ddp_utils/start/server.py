@@ -24,7 +24,16 @@ from typing import Any, NoReturn
 from ddp_utils.start import entry
 from ddp_utils.start.transport import FrameReader, dumps, frame, loads
 
-__all__ = ["main", "receive", "send", "serve"]
+__all__ = [
+    "above_standard",
+    "cover_descriptors",
+    "interpreter_flags",
+    "main",
+    "receive",
+    "send",
+    "serve",
+    "thread_count",
+]
 
 
 class _Forked:

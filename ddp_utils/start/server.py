@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import cache
 from typing import Any, NoReturn
 
 from ddp_utils.start import entry
@@ -102,7 +103,6 @@ def serve(control: socket.socket) -> NoReturn:
         sys.settrace(None)  # a debugger or a coverage tool is at work in the parent, not here
         sys.setprofile(None)
         become_reaper()
-        gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
         Server(control).run()
     except BaseException:
         traceback.print_exc()
@@ -214,8 +214,7 @@ class Server:
             os.close(descriptor)
 
     def _fork(self, job: entry.Job, local_rank: int, descriptors: tuple[int, ...]) -> _Forked:
-        if job.uses_ddp:
-            _load_for_ddp()
+        _warm_up(job.uses_ddp)
         rank = job.first_rank + local_rank
         process = multiprocessing.get_context("fork").Process(
             target=self._in_rank,
@@ -284,14 +283,23 @@ class Server:
         self._tell("swept")
 
 
-def _load_for_ddp() -> None:
-    """Import here, once, what the first wrapped model of each rank would import: a second each."""
-    from ddp_utils.ground._torch_private import load_what_ddp_loads
+@cache
+def _warm_up(for_ddp: bool) -> None:
+    """Do here, once, what each rank would do first, and keep pages of its own for.
 
+    The first wrapped model of a rank would import for a second.
+    """
+    from ddp_utils.ground._torch_private import load_what_ddp_loads
+    from ddp_utils.start import inherited
+    from ddp_utils.talk import stacks  # noqa: F401  # for the ranks
+
+    inherited.forget_state()  # torch reads its own source lines here
     try:
-        load_what_ddp_loads()
+        if for_ddp:
+            load_what_ddp_loads()
     except Exception:
         pass  # the rank that needs it will raise the same, where it can be told
+    gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
 
 
 def _reap_others(but: set[int]) -> bool:

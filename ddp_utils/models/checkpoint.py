@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -61,7 +62,9 @@ def save_checkpoint(
     Raises:
         OSError: The folder is missing, read-only or full; on all ranks. The old file stays.
         TypeError: A value that could not be loaded again, on rank zero; RankZeroError elsewhere.
-        RanksDisagreeError: The ranks gave different paths, or are not in the same call.
+        RanksDisagreeError: The ranks gave different paths, or are not in the same call, or only
+            some gave :class:`RandomStates`. Rank zero, which waits for nobody, may be through by
+            then: it sees the job end.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -78,10 +81,11 @@ def save_checkpoint(
         return
     call = _shared_call("save_checkpoint", own_random)
     if call.rank > 0:
-        _hear_of_save(call, path)
+        _hear_of_save(call, path, own_random)
         return
-    with call.telling("done", {"path": os.fspath(path), "site": call_site()}):
-        gathered = {name: _of_all_ranks(call, name) for name in own_random}
+    told = {"path": _told(path), "site": call_site(), "random": list(own_random)}
+    with call.telling("done", told):
+        gathered = _of_all_ranks(call) if own_random else {}
         _write(path, state | gathered, weights_only)
 
 
@@ -125,7 +129,8 @@ def load_checkpoint(
         ValueError: ``broadcast`` without ``wait``.
         KeyError: The file has no such name.
         pickle.UnpicklingError: The file holds classes that ``weights_only=True`` refuses.
-        DistributedError: Another rank failed, or sees another file than rank zero.
+        DistributedError: Another rank failed, or sees another file than rank zero, or only some
+            gave :class:`RandomStates`.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -150,7 +155,8 @@ def load_checkpoint(
         return fill_all(content, targets, strict, path)
     call = _shared_call("load_checkpoint", None)
     try:
-        content = _common_content(call, path, read, broadcast, weights_only)
+        random = [name for name, v in targets.items() if isinstance(v, RandomStates)]
+        content = _common_content(call, path, read, broadcast, weights_only, random)
         if content is None and missing_ok:
             rest = {}
         elif content is None:
@@ -175,15 +181,21 @@ def _shared_call(operation: str, part: Any) -> SharedCall:
         raise OneRankSectionError(f"{error} Or pass wait=False, for this rank alone.") from None
 
 
-def _hear_of_save(call: SharedCall, path: StrPath) -> None:
+def _hear_of_save(call: SharedCall, path: StrPath, random: Collection[str]) -> None:
     """Wait until rank zero has saved; raise if it could not."""
     told = call.hear("done", 0)
     call.close(call.size - 1)
-    _check_same(call, "path", told["path"], os.fspath(path))
+    _check_same(call, "path", told["path"], _told(path))
     # Rank zero has waited for nobody, so an earlier call that it made alone would pass for this.
     _check_same(call, "line", _line(told["site"]), _line(call_site()))
     if told["error"] is not None:
         raise relayed(told["error"])
+    _check_random(call, {0: told["random"], call.rank: random})
+
+
+def _told(path: StrPath) -> str:
+    """Return a path as rank zero tells it, also one that is none: others wait for its word."""
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else repr(path)
 
 
 def _check_same(call: SharedCall, what: str, there: str, here: str) -> None:
@@ -205,16 +217,26 @@ def _line(site: str) -> str:
     return os.path.basename(site)  # machines may keep the program in different folders
 
 
-def _of_all_ranks(call: SharedCall, name: str) -> list[Any]:
-    """Wait for every rank's part of this name, and return them by rank."""
-    parts = [call.hear("come", rank) for rank in range(call.size)]
-    lacking = [rank for rank, part in enumerate(parts) if name not in part]
-    if lacking:
-        raise RanksDisagreeError(
-            f"save_checkpoint({name}=RandomStates()): rank {lacking[0]} did not give it. Every "
-            "rank has states of its own, so all of them have to."
-        )
-    return [part[name] for part in parts]
+def _of_all_ranks(call: SharedCall) -> dict[str, list[Any]]:
+    """Wait for the random states of every rank, and return them by name, then by rank."""
+    parts = {rank: call.hear("come", rank) for rank in range(call.size)}
+    _check_random(call, parts)
+    return {name: [part[name] for part in parts.values()] for name in parts[0]}
+
+
+def _check_random(call: SharedCall, names: Mapping[int, Collection[str]]) -> None:
+    """Raise unless these ranks gave their random states under the same names.
+
+    Raises:
+        RanksDisagreeError: One lacks what another has: it would draw other numbers than before.
+    """
+    for name in dict.fromkeys(name for given in names.values() for name in given):
+        lacking = [rank for rank, given in names.items() if name not in given]
+        if lacking:
+            raise RanksDisagreeError(
+                f"{call.operation}({name}=RandomStates()): rank {lacking[0]} did not give it. "
+                "Every rank has states of its own, so all of them have to."
+            )
 
 
 def _write(path: StrPath, state: dict[str, Any], weights_only: bool) -> None:
@@ -239,32 +261,39 @@ def _common_content(
     read: Callable[[BinaryIO], Any],
     broadcast: bool,
     weights_only: bool,
+    random: Collection[str],
 ) -> Any:
     """Return what the file holds, or None on all ranks if rank zero sees none."""
     if call.rank == 0:
-        return _content_for_all(call, path, read, broadcast)
+        return _content_for_all(call, path, read, broadcast, random)
     told = call.hear("found", 0)
-    _check_same(call, "path", told["path"], os.fspath(path))
+    _check_same(call, "path", told["path"], _told(path))
     if told["error"] is not None:
         raise relayed(told["error"])
+    _check_random(call, {0: told["random"], call.rank: random})
     if told["identity"] is None:
         return None
     if told["size"] is not None:
         call.agree("ready")
-        return spread.receive(told["size"], weights_only)
+        return spread.receive(told["size"], weights_only, partial(call.agree, "placed"))
     with open_the_same(path, told["identity"]) as file:
         return read(file)
 
 
 def _content_for_all(
-    call: SharedCall, path: StrPath, read: Callable[[BinaryIO], Any], broadcast: bool
+    call: SharedCall,
+    path: StrPath,
+    read: Callable[[BinaryIO], Any],
+    broadcast: bool,
+    random: Collection[str],
 ) -> Any:
     """As rank zero: open the file, tell the others, and read it; send it if so wanted."""
-    told: dict[str, Any] = {"path": os.fspath(path), "identity": None, "size": None}
+    told: dict[str, Any] = {"path": _told(path), "random": list(random)}
+    told |= {"identity": None, "size": None}
     content, description = None, b""
     with ExitStack() as files:
         with call.telling("found", told):
-            file = open_if_there(path)
+            file = open_if_there(os.fspath(path))
             if file is not None:
                 files.enter_context(file)
                 told["identity"] = identity_of(file)
@@ -275,5 +304,5 @@ def _content_for_all(
         if file is None or not description:
             return None if file is None else read(file)
     call.agree("ready")
-    spread.send(content, description)
+    spread.send(content, description, partial(call.agree, "placed"))
     return content

@@ -29,8 +29,9 @@ __all__ = ["PATIENCE", "SharedCall", "relayed"]
 PATIENCE = 30.0
 """Seconds of waiting after which a rank says for whom it waits."""
 
-POINTS = ("ready", "end")
-"""Where ranks agree that all have come so far: before they send in bulk, and at last."""
+POINTS = ("ready", "placed", "end")
+"""Where ranks agree that all have come so far: before they send in bulk, when each has a place
+for what is sent, and at last."""
 
 _logger = logging.getLogger("ddp_utils")
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -7,7 +7,7 @@ holds more than its own result and one piece.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,14 +45,18 @@ def describe(tree: Any) -> bytes:
     return buffer.getvalue()
 
 
-def send(tree: Any, description: bytes) -> None:
-    """Send a tree from rank zero; the others call :func:`receive`. A collective."""
+def send(tree: Any, description: bytes, agree: Callable[[], None]) -> None:
+    """Send a tree from rank zero; the others call :func:`receive`. A collective.
+
+    ``agree`` comes back when all ranks have a place for every tensor, and raises if one has not.
+    """
     _broadcast(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+    agree()
     for tensor in _tensors(tree):
         _broadcast(tensor.detach().contiguous())
 
 
-def receive(size: int, weights_only: bool) -> Any:
+def receive(size: int, weights_only: bool, agree: Callable[[], None]) -> Any:
     """Return the tree that rank zero sends, whose description has so many bytes. A collective.
 
     Tensors that rank zero has on an accelerator come to this rank's own.
@@ -62,15 +66,17 @@ def receive(size: int, weights_only: bool) -> Any:
     described = torch.load(io.BytesIO(description.numpy().tobytes()), weights_only=weights_only)
     on_device = iter(described["on_device"])
 
-    def fill(leaf: Any) -> Any:
+    def place(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         device = get_device() if next(on_device) else torch.device("cpu")
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-        _broadcast(tensor)
-        return tensor
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
-    return map_leaves(fill, described["tree"])
+    tree = map_leaves(place, described["tree"])
+    agree()  # what may fail on one rank lies behind us: now all of them send and receive
+    for tensor in _tensors(tree):
+        _broadcast(tensor)
+    return tree
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import pickle
@@ -282,6 +283,61 @@ def test_the_store_does_not_grow(tmp_path: Path) -> None:
     assert many == few
 
 
+def random_states_on(path: str, holders: tuple[int, ...]) -> list[tuple[str, str]]:
+    """Give random states on some ranks only, or under another name, to each of the calls."""
+    given = {"random": RandomStates()} if get_rank() in holders else {"random": None}
+    saving = error_of(save_checkpoint, path, **given)
+    meet("tried")
+    save_checkpoint(path, random=RandomStates())
+    loading = error_of(load_checkpoint, path, **given)
+    broadcast = error_of(load_checkpoint, path, broadcast=True, **given)
+    none_there = error_of(load_checkpoint, f"{path}.none", missing_ok=True, **given)
+    return [saving, loading, broadcast, none_there]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_random_states_on_some_ranks_only_are_an_error(holder: int, tmp_path: Path) -> None:
+    zero, one = run_distributed(random_states_on, str(tmp_path / "last.pt"), (holder,))
+    said = f"rank {1 - holder} did not give it"
+    for found in (zero, one):
+        for kind, text in found[1:]:
+            assert kind.endswith("Error")
+            assert f"load_checkpoint(random=RandomStates()): {said}" in text
+    assert one[0][0] == (RankZeroError if holder == 0 else RanksDisagreeError).__name__
+    assert f"save_checkpoint(random=RandomStates()): {said}" in one[0][1]
+    if holder == 0:  # otherwise rank zero, which waits for nobody, is through already
+        assert zero[0][0] == RanksDisagreeError.__name__
+
+
+def random_states_end_the_job(path: str) -> None:
+    save_checkpoint(path, **({"random": RandomStates()} if get_rank() == 1 else {}))
+    if get_rank() == 0:
+        shared_store().wait(["never"])
+
+
+def test_random_states_that_rank_zero_lacks_end_the_job(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="rank 0 did not give it") as caught:
+        run_distributed(random_states_end_the_job, str(tmp_path / "last.pt"))
+    assert caught.value.rank == 1
+
+
+def paths_that_are_none(path: str, without: int) -> list[tuple[str, str]]:
+    wrong: Any = None if get_rank() == without else path
+    return [error_of(save_checkpoint, wrong, epoch=1), error_of(load_checkpoint, wrong)]
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_path_that_is_none_on_one_rank_keeps_nobody_waiting(without: int, tmp_path: Path) -> None:
+    zero, one = run_distributed(paths_that_are_none, str(tmp_path / "last.pt"), without)
+    assert [kind for kind, _ in one] == [RanksDisagreeError.__name__] * 2
+    assert all("'None'" in text for _, text in one)
+    saving = "TypeError" if without == 0 else "nothing"  # rank zero's own was right
+    assert [kind for kind, _ in zero] == [
+        saving,
+        "TypeError" if without == 0 else "DistributedError",
+    ]
+
+
 # ---- loading on several ranks
 
 
@@ -391,6 +447,40 @@ def test_one_ranks_trouble_in_loading_is_everybodys(tmp_path: Path) -> None:
     assert [kind for kind, _ in one[:2]] == ["RuntimeError"] * 2
     assert one[2][0] == RankZeroError.__name__
     assert "rank 0 cannot read" in one[2][1]
+
+
+def cannot_build_what_is_sent(path: str) -> tuple[str, str]:
+    """Have a large tensor beside something that rank one alone refuses to build."""
+    save_checkpoint(path, weights_only=False, kind=Path, weight=torch.zeros(3_000_000))
+    return error_of(load_checkpoint, path, broadcast=True, weights_only=get_rank() == 1)
+
+
+def test_a_rank_that_cannot_take_what_is_sent_keeps_nobody_sending(tmp_path: Path) -> None:
+    zero, one = run_distributed(cannot_build_what_is_sent, str(tmp_path / "last.pt"))
+    assert zero[0] == DistributedError.__name__
+    assert "rank 1 failed in load_checkpoint: UnpicklingError" in zero[1]
+    assert one[0] == pickle.UnpicklingError.__name__
+
+
+def may_not_read(path: str) -> tuple[str, str]:
+    save_checkpoint(path, epoch=1)
+    meet("saved")
+    if get_rank() == 1:
+        real = open
+
+        def refusing(name: Any, *args: Any) -> Any:
+            if name == path:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return real(name, *args)
+
+        reading.open = refusing  # type: ignore[attr-defined]
+    return error_of(load_checkpoint, path)
+
+
+def test_a_file_that_one_rank_may_not_read_is_an_error_on_all(tmp_path: Path) -> None:
+    zero, one = run_distributed(may_not_read, str(tmp_path / "last.pt"))
+    assert zero[0] == one[0] == "PermissionError"
+    assert "rank 1 failed in load_checkpoint" in zero[1]
 
 
 # ---- a training that is stopped and goes on

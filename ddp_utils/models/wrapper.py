@@ -41,8 +41,11 @@ _logger = get_logger("ddp_utils.models")
 FORWARD = "a training forward"
 NOT_FORWARDED = frozenset({"buffer_hook"})
 """Names that torch asks its own wrapper for, to see whether they are there."""
-NOT_COPIED = ("process_group", "reducer", "logger", "_comm_hooks", "_buffers_of_all", "_watch")
-"""What belongs to this process and this group, and is made anew in a copy."""
+NOT_COPIED = (
+    *("process_group", "reducer", "logger", "_comm_hooks", "_buffers_of_all", "_watch"),
+    *("_passes_on", "_compiled_call_impl"),
+)
+"""What belongs to this process and this group, and is made anew in a copy, or by the user."""
 
 
 class WrappedModel(DistributedDataParallel):
@@ -161,13 +164,22 @@ class WrappedModel(DistributedDataParallel):
         return sorted(own & public - of_every_module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        kept = self._kept()
+        if not dist.is_initialized():
+            bare: nn.Module = copy.deepcopy(self.module, memo)
+            return bare
         memo[id(self._comm_hook)] = self._comm_hook  # shared: it may hold a process group
-        make, arguments = self.__reduce_ex__(4)
-        copied: nn.Module = make(*copy.deepcopy(arguments, memo))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied  # before the model, which may lead back here (a trainer's ring)
+        copied.__setstate__(copy.deepcopy(kept, memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the model; where it is loaded without a group, it comes out bare."""
+        return _copied, (type(self), self._kept())
+
+    def _kept(self) -> dict[str, Any]:
+        """Return what a copy has of this one's state; refuse where a copy could not work."""
         if self._comm_hook == "post_local_sgd":
             raise TypeError(
                 "a model with comm_hook='post_local_sgd' belongs to the groups it was made with "
@@ -178,12 +190,13 @@ class WrappedModel(DistributedDataParallel):
                 "a model that was wrapped with a process_group of its own cannot be copied or "
                 "pickled: copy unwrap(model), or save its state_dict()"
             )
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*NOT_COPIED, "_passes_on")}
-        return _copied, (type(self), kept)
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._comm_hooks = []
+        if self.static_graph:  # its new reducer, too, waits for a first backward to be told to add
+            self._static_graph_delay_allreduce_enqueued = False
         register_hook(self, self._comm_hook)
         self._start()
 

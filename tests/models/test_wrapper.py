@@ -187,6 +187,65 @@ def test_copies_are_wrapped_models_of_their_own() -> None:
     run_distributed(copies)
 
 
+def copies_after_a_step() -> None:
+    """Copy a model whose graph is static, and which has had the first backward of all."""
+    model = wrap_ddp(Model(), static_graph=True)
+    model(batch()).sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for _ in range(3):
+            other.zero_grad()
+            other(batch()).square().sum().backward()
+            check_in_sync(other)
+
+
+def test_a_copy_of_a_static_graph_averages_its_gradients() -> None:
+    run_distributed(copies_after_a_step)
+
+
+class Trainer:
+    """What many frameworks hang on the model, and which holds the wrapped model."""
+
+    model: nn.Module
+
+
+def copies_in_a_ring() -> None:
+    bare: Any = Model()
+    bare.trainer = Trainer()
+    model = bare.trainer.model = wrap_ddp(bare)
+    other: Any = copy.deepcopy(model)
+    assert other is not model
+    assert other.trainer.model is other
+    assert unwrap(other).trainer is other.trainer
+    other(batch()).sum().backward()
+    check_in_sync(other)
+
+
+def test_a_model_that_leads_back_to_its_wrapper_is_copied() -> None:
+    run_distributed(copies_in_a_ring)
+
+
+def copies_compiled() -> None:
+    model = wrap_ddp(Model())
+    model.compile(backend="eager")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(batch()).sum().backward()  # as of any module, the copy is not compiled
+        check_in_sync(other)
+
+
+def test_a_model_that_was_compiled_in_place_is_copied() -> None:
+    run_distributed(copies_compiled)
+
+
+def copy_left_behind() -> str:
+    model = wrap_ddp(Model())
+    dist.destroy_process_group()
+    return type(copy.deepcopy(model)).__name__
+
+
+def test_a_copy_made_without_a_group_is_bare() -> None:
+    assert run_distributed(copy_left_behind, world_size=1) == ["Model"]
+
+
 def pickled() -> bytes:
     return pickle.dumps(wrap_ddp(Model()))
 

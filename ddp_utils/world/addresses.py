@@ -142,11 +142,14 @@ def _host_of_task_0(environ: Environ, read_file: Callable[[str], str]) -> tuple[
     )
 
 
-def of_mpi_job(environ: Environ, one_machine: bool, title: str) -> Address:
-    """Return where the ranks of an MPI launcher meet, which itself names no host."""
+def of_mpi_job(environ: Environ, one_machine: bool, title: str, first: Address) -> Address:
+    """Return where the ranks of an MPI launcher meet, which itself names no host.
+
+    ``first`` is what a managed cluster tells of rank 0's machine.
+    """
     own = given(environ)
-    used, notes = dict(own.used), []
-    host, port = own.host, own.port
+    used, notes = own.used | first.used, []
+    host, port = own.host or first.host, own.port or first.port
     if host is None and not one_machine:
         raise LauncherError(
             f"{title} runs this on several machines and does not tell where rank 0 is. Set "

@@ -25,7 +25,7 @@ from ddp_utils.world.launchers import (
     require,
     whole_number,
 )
-from ddp_utils.world.machines import detect_machines
+from ddp_utils.world.machines import detect_machines, machine_of_rank_0
 
 __all__ = ["Detection", "Ignored", "detect"]
 
@@ -253,12 +253,13 @@ def _innermost(step: Claim | None, mpi: Claim | None) -> tuple[Claim | None, dic
 
 
 def _is_a_pods(torchrun: Claim, environ: Environ) -> bool:
-    """Whether RANK and WORLD_SIZE are Kubeflow's, meant for the torchrun inside a pod."""
-    return (
-        "LOCAL_RANK" not in torchrun.used
-        and environ.get("PET_NNODES", "").isdecimal()
-        and environ.get("PET_NODE_RANK", "").isdecimal()
-    )
+    """Whether RANK and WORLD_SIZE are Kubeflow's, beside the variables for the pod's torchrun.
+
+    There RANK numbers pods, while WORLD_SIZE counts processes as far as the job's YAML names
+    their number: the two make no pair.
+    """
+    machines = ("PET_NNODES", "PET_NODE_RANK")
+    return "LOCAL_RANK" not in torchrun.used and all(environ.get(name) for name in machines)
 
 
 def _is_nested(inner: Claim, outer: Claim) -> bool:
@@ -334,7 +335,10 @@ def _from_mpi(claim: Claim, environ: Environ) -> Detection:
     if found.facts["world_size"] == 1:
         return found
     one_machine = found.facts["local_world_size"] == found.facts["world_size"]
-    meeting = addresses.of_mpi_job(environ, one_machine, claim.launcher.title)
+    first = addresses.Address()
+    if not one_machine:
+        first = machine_of_rank_0(environ, found.facts["num_nodes"])
+    meeting = addresses.of_mpi_job(environ, one_machine, claim.launcher.title, first)
     return _meet_at(found, meeting)
 
 
@@ -376,7 +380,10 @@ def _complete(found: Detection) -> Detection:
     facts = found.facts
     rank, size = facts["rank"], facts["world_size"]
     each = max(1, facts["local_world_size"])
-    nodes = facts.setdefault("num_nodes", max(1, -(-size // each)))
+    nodes = facts.get("num_nodes")
+    if nodes is None:  # at least as many as the last one known here, where they differ in ranks
+        nodes = max(1, -(-size // each), min(size, facts.get("node_rank", 0) + 1))
+        facts["num_nodes"] = nodes
     if "node_rank" not in facts:
         facts["node_rank"] = min(rank // each, nodes - 1)
         if nodes > 1:

@@ -14,7 +14,7 @@ from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import addresses
 
-__all__ = ["MACHINE_VARIABLES", "Machines", "detect_machines"]
+__all__ = ["MACHINE_VARIABLES", "Machines", "detect_machines", "machine_of_rank_0"]
 
 Environ = Mapping[str, str]
 
@@ -44,6 +44,8 @@ class Source:
     place: Callable[[Environ], str | None] | None = None
     address: Callable[[str], str] = str
     default_port: int | None = None
+    place_alone: bool = True
+    """Whether ``node_rank`` without ``num_nodes`` is half of this, and not something else's."""
 
 
 def _json_hosts(text: str) -> list[str]:
@@ -55,21 +57,22 @@ def _place_in_sagemaker(environ: Environ) -> str | None:
     return str(hosts.index(current)) if current in hosts else None
 
 
+SAGEMAKER = Source(
+    "SageMaker",
+    "SM_HOSTS",
+    "SM_CURRENT_HOST",
+    "SM_HOSTS",
+    count=lambda text: len(_json_hosts(text)),
+    place=_place_in_sagemaker,
+    address=lambda text: _json_hosts(text)[0],
+    default_port=7777,
+    place_alone=False,
+)
 SOURCES = (
     Source("by hand", "NNODES", "NODE_RANK", "MASTER_ADDR"),
-    Source(
-        "Kubeflow's PyTorchJob", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"
-    ),
-    Source(
-        "SageMaker",
-        "SM_HOSTS",
-        "SM_CURRENT_HOST",
-        "SM_HOSTS",
-        count=lambda text: len(_json_hosts(text)),
-        place=_place_in_sagemaker,
-        address=lambda text: _json_hosts(text)[0],
-        default_port=7777,
-    ),
+    # PyTorchJob and TrainJob set the same, the variables that torchrun's options are read from.
+    Source("Kubeflow", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    SAGEMAKER,
     Source(
         "ModelArts",
         "MA_NUM_HOSTS",
@@ -77,6 +80,7 @@ SOURCES = (
         "VC_WORKER_HOSTS",
         address=lambda text: text.split(",")[0],
         default_port=6060,
+        place_alone=False,  # Volcano, on which ModelArts runs, numbers the pods of any job so
     ),
 )
 MACHINE_VARIABLES = tuple(
@@ -127,9 +131,24 @@ def detect_machines(
     return Machines(**values, used=used)  # type: ignore[arg-type]
 
 
+def machine_of_rank_0(environ: Environ, num_nodes: int) -> addresses.Address:
+    """Return where rank 0 of an ``mpirun`` is, if the cluster whose machines it spans tells.
+
+    SageMaker does: its own ``mpirun`` fills the hosts in their order. There the ranks on the
+    first host inherit ``MASTER_PORT``, which the others do not get, so the port is told as well.
+    """
+    if _source(environ) is not SAGEMAKER:
+        return addresses.Address()
+    machines = detect_machines(environ)
+    if machines.num_nodes != num_nodes:  # it spans only some of the hosts
+        return addresses.Address()
+    used = {SAGEMAKER.num_nodes: environ[SAGEMAKER.num_nodes]}
+    return addresses.Address(machines.master_addr, machines.master_port, used)
+
+
 def _source(environ: Environ) -> Source:
     for each in SOURCES:
-        if environ.get(each.num_nodes) or (each.place is None and environ.get(each.node_rank)):
+        if environ.get(each.num_nodes) or (each.place_alone and environ.get(each.node_rank)):
             return each
     return SOURCES[0]
 

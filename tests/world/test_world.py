@@ -63,13 +63,54 @@ LAUNCHES = {
     "mpirun in a batch script": (env.batch_script() | env.mpirun(1), "mpi", (1, 2, 1, 2, 0, 1)),
     "mpirun in salloc": (env.mpirun_in_salloc(3), "mpi", (3, 4, 1, 2, 1, 2)),
     "hydra": (env.hydra(1), "mpi", (1, 2, 1, 2, 0, 1)),
-    "Intel MPI": (env.intel_mpi(1), "mpi", (1, 2, 1, 2, 0, 1)),
+    "Intel MPI": (env.intel_mpi(3), "mpi", (3, 4, 1, 2, 1, 2)),
     "PALS": (env.pals(5), "mpi", (5, 6, 1, 2, 2, 3)),
-    "Kubeflow": (env.kubeflow(1), "torchrun", SECOND_OF_TWO_MACHINES),
-    "Kubeflow with nprocPerNode": (env.kubeflow_with_nproc(1), "none", SECOND_OF_TWO_MACHINES),
+    "PALS with PMIx, told the size": (
+        env.pals_with_pmix(5) | {"PMI_SIZE": "6"},
+        "mpi",
+        (5, 6, 1, 2, 2, 3),
+    ),
+    "srun on a Cray": (env.srun_on_cray(3), "slurm", (3, 4, 1, 2, 1, 2)),
+    "torchrun in srun on a Cray": (
+        env.srun_on_cray(3) | env.torchrun(1),
+        "torchrun",
+        (1, 4, 1, 2, 0, 2),
+    ),
+    "Kubeflow, before PET_ variables": (
+        env.kubeflow_of_old(1),
+        "torchrun",
+        SECOND_OF_TWO_MACHINES,
+    ),
+    "Kubeflow": (env.kubeflow(1), "none", SECOND_OF_TWO_MACHINES),
+    "Kubeflow with nprocPerNode": (env.kubeflow(1, nproc="4"), "none", SECOND_OF_TWO_MACHINES),
+    "Kubeflow, one pod": (
+        env.kubeflow(0, nproc="4") | {"PET_NNODES": "1", "WORLD_SIZE": "4"},
+        "none",
+        ALONE,
+    ),
+    "torchrun in a Kubeflow pod": (
+        env.kubeflow(1, nproc="2") | env.torchrun(3),
+        "torchrun",
+        (3, 4, 1, 2, 1, 2),
+    ),
+    "torchrun in an elastic Kubeflow pod": (
+        env.kubeflow_elastic() | env.torchrun(3),
+        "torchrun",
+        (3, 4, 1, 2, 1, 2),
+    ),
+    "Kubeflow's Trainer": (env.kubeflow_trainer(1), "none", SECOND_OF_TWO_MACHINES),
     "SageMaker": (env.sagemaker(), "none", SECOND_OF_TWO_MACHINES),
+    "SageMaker by its SDK": (env.sagemaker_by_its_sdk(), "none", SECOND_OF_TWO_MACHINES),
+    "SageMaker's torchrun": (env.sagemaker_torchrun(3), "torchrun", (3, 4, 1, 2, 1, 2)),
+    "SageMaker's mpirun": (env.sagemaker_mpirun(3), "mpi", (3, 4, 1, 2, 1, 2)),
     "ModelArts": (env.modelarts(), "none", SECOND_OF_TWO_MACHINES),
+    "Volcano": (env.volcano(), "none", ALONE),
     "Ray Train": (env.ray_train(3), "torchrun", (3, 4, 1, 2, 1, 2)),
+    "Ray Train, most of it on the last node": (
+        env.ray_train_uneven(5),
+        "torchrun",
+        (5, 6, 3, 4, 2, 3),
+    ),
     "ssh": (env.ssh_shell(), "none", ALONE),
     "by hand, each rank": (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
@@ -158,6 +199,23 @@ ERRORS = {
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
         ["PMI_RANK=0", "missing MPI_LOCALRANKID"],
     ),
+    "PALS with PMIx": (
+        env.pals_with_pmix(5),
+        ["PALS_RANKID=5", "PALS_LOCAL_RANKID=1", "missing PMI_SIZE"],
+    ),
+    "Flux on a Cray": (env.flux_on_cray(1), ["PALS_RANKID=1", "missing PMI_SIZE, MPI_LOCALRANKID"]),
+    "SageMaker's mpirun on some of its hosts": (
+        env.sagemaker_mpirun(3) | {"SM_HOSTS": '["algo-1","algo-2","algo-3"]'},
+        ["several machines", "Set MASTER_ADDR"],
+    ),
+    "an elastic Kubeflow job": (
+        env.kubeflow_elastic(),
+        ["PET_NNODES='1:3' cannot be read", "start with torchrun"],
+    ),
+    "an elastic Kubeflow job with a master": (
+        env.kubeflow_elastic() | env.without(env.kubeflow(1), "PET_NNODES"),
+        ["PET_NNODES='1:3' cannot be read", "start with torchrun"],
+    ),
     "PMI without a size": ({"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, ["missing PMI_SIZE"]),
     "mpirun on two machines": (
         env.mpirun(3, size=4),
@@ -207,7 +265,11 @@ def test_where_the_ranks_meet() -> None:
     assert meeting(env.mpirun(3, size=4) | {"MASTER_ADDR": "a"})[0] == "a"
     assert meeting(env.sagemaker()) == ("algo-1", 7777)
     assert meeting(env.modelarts()) == ("job-worker-0.job", 6060)
-    assert meeting(env.kubeflow_with_nproc()) == ("job-master-0", 23456)
+    assert meeting(env.kubeflow()) == ("job-master-0", 23456)
+    assert meeting(env.kubeflow_of_old()) == ("job-master-0", 23456)
+    assert meeting(env.kubeflow_trainer()) == ("job-node-0-0.job", 29400)
+    assert meeting(env.sagemaker_by_its_sdk()) == ("algo-1", 7777)
+    assert {meeting(env.sagemaker_mpirun(rank)) for rank in range(4)} == {("algo-1", 7777)}
     assert meeting(env.torchrun() | {"MASTER_ADDR": "[fe80::1]"}) == ("fe80::1", 40385)
 
 
@@ -235,7 +297,10 @@ def test_evidence_tells_what_decided_and_why_the_rest_did_not() -> None:
     assert why["SLURM_PROCID"] == "a batch script, not a task of srun"
     why = {each.name: each.why for each in detect(env.mpirun_in_salloc()).ignored}
     assert "daemons" in why["SLURM_PROCID"]
-    lines = detect_world(env.kubeflow()).evidence
+    assert detect(env.sagemaker_mpirun(3)).decided["SM_HOSTS"] == '["algo-1","algo-2"]'
+    why = {each.name: each.why for each in detect(env.kubeflow()).ignored}
+    assert why["RANK"] == why["WORLD_SIZE"] == "the pod's, where PET_ variables count machines"
+    lines = detect_world(env.kubeflow_of_old()).evidence
     assert "RANK=1" in lines
     assert "assumed: one rank a machine: there is no LOCAL_RANK" in lines
 
@@ -274,7 +339,17 @@ def test_ranks_of_mpi_are_taken_to_fill_one_machine_after_the_other() -> None:
 
 
 SOME = st.sampled_from(
-    [env.torchrun(3), env.srun(3), env.mpirun(1), env.hydra(1), env.batch_script(), env.kubeflow()]
+    [
+        env.torchrun(3),
+        env.srun(3),
+        env.mpirun(1),
+        env.hydra(1),
+        env.batch_script(),
+        env.kubeflow(),
+        env.pals(),
+        env.sagemaker_mpirun(),
+        env.ray_train(),
+    ]
 )
 
 

@@ -1,4 +1,4 @@
-"""Where does a call stand: at which line of the user's code, and inside which one-rank section?
+"""Where does a call stand: at which line of the user's code, in which section, after which epoch?
 
 Floor 4. Collectives ask here before they talk: one that is called where only one rank runs would
 wait for ever for the others.
@@ -18,7 +18,14 @@ import torch
 from ddp_utils.ground.errors import OneRankSectionError
 from ddp_utils.world.world import get_rank
 
-__all__ = ["Section", "call_site", "one_rank_section", "refuse_in_section"]
+__all__ = [
+    "Section",
+    "call_site",
+    "last_epoch",
+    "note_epoch",
+    "one_rank_section",
+    "refuse_in_section",
+]
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -76,3 +83,17 @@ def call_site() -> str:
     while frame.f_code.co_filename.startswith(PASSED_THROUGH) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_last_epoch: int | None = None
+
+
+def note_epoch(epoch: int | None) -> None:
+    """Remember that a pass over data, of this epoch, has been walked to its end; None: no pass."""
+    global _last_epoch
+    _last_epoch = epoch
+
+
+def last_epoch() -> int | None:
+    """Return the epoch of the pass over data that ended last here, None before any has."""
+    return _last_epoch

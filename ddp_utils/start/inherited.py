@@ -13,11 +13,14 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp_utils.callsite import note_epoch
+
 __all__ = ["forget_state", "logging_set_up_anew"]
 
 
 def forget_state() -> None:
-    """Seed what is random anew, and give torch its defaults back."""
+    """Seed what is random anew, give torch its defaults back, and forget what data was walked."""
+    note_epoch(None)
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from ddp_utils.callsite import call_site
+from ddp_utils.callsite import call_site, last_epoch
 from ddp_utils.ground._torch_private import group_timeout
 from ddp_utils.ground.errors import RanksDisagreeError
 from ddp_utils.talk import stacks
@@ -28,7 +28,8 @@ def compare(circle: Circle, operation: str, timeout: float | None = None) -> Non
 
     Raises:
         AbsentRanksError: Some did not come within the group's timeout, or have left the job.
-        RanksDisagreeError: They came for different operations, or from different lines.
+        RanksDisagreeError: They came for different operations, from different lines, or after
+            different epochs.
     """
     meeting = _arrive(circle, operation)
     meeting.wait_for_all(group_timeout(circle.group) if timeout is None else timeout)
@@ -49,12 +50,17 @@ def _arrive(circle: Circle, operation: str) -> Meeting:
 
 
 def _word(operation: str) -> str:
-    return json.dumps([operation, call_site()])
+    return json.dumps([operation, call_site(), last_epoch()])
 
 
 def _judge(words: Sequence[str], ranks: Sequence[int]) -> None:
-    came: list[tuple[str, str]] = [tuple(json.loads(word)) for word in words]
+    came: list[tuple[str, str, int | None]] = [tuple(json.loads(word)) for word in words]
     # Machines may keep the program in different folders.
-    if len({(operation, os.path.basename(site)) for operation, site in came}) > 1:
-        told = told_by_rank([f"{operation} at {site}" for operation, site in came], ranks)
+    if len({(operation, os.path.basename(site), epoch) for operation, site, epoch in came}) > 1:
+        told = told_by_rank([_place(*each) for each in came], ranks)
         raise RanksDisagreeError(f"the ranks came to different places in the program:\n{told}")
+
+
+def _place(operation: str, site: str, epoch: int | None) -> str:
+    after = "" if epoch is None else f", its last finished pass over data being of epoch {epoch}"
+    return f"{operation} at {site}{after}"

@@ -17,6 +17,7 @@ from ddp_utils import (
     any_rank,
     barrier,
     get_rank,
+    make_sampler,
     rank_zero_first,
     rank_zero_only,
 )
@@ -78,6 +79,22 @@ def test_another_line_is_an_error_on_all_naming_every_ranks_line() -> None:
     assert theirs.startswith(f"  rank 1: barrier at {__file__}:")
     assert int(theirs.rpartition(":")[2]) == int(ours.rpartition(":")[2]) + 1
     assert "rank 1 has returned without coming to barrier" in first[1]
+
+
+def be_in_another_epoch() -> str:
+    sampler = make_sampler(8)
+    list(sampler)  # the first pass is compared by the sampler itself
+    if get_rank() == 1:
+        sampler.set_epoch(3)
+    list(sampler)
+    return error_of(lambda: all_reduce_mean(1.0))
+
+
+def test_another_epoch_is_an_error_on_all_that_tells_it() -> None:
+    first, second = run_distributed(be_in_another_epoch)
+    assert first == second
+    assert "the ranks came to different places" in first
+    assert [line.rpartition(" ")[2] for line in first.splitlines()[1:]] == ["1", "3"]
 
 
 def call_something_else(first: bool) -> str:

@@ -13,6 +13,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from ddp_utils import (
     wrap_ddp,
 )
 from ddp_utils.ground.trees import leaves_with_paths
-from ddp_utils.models import checkpoint, reading, shared_call
+from ddp_utils.models import atomic_file, checkpoint, reading, shared_call
 from ddp_utils.process_group import shared_store
 from ddp_utils.testing import run_distributed
 
@@ -105,6 +107,68 @@ def test_an_error_of_rank_zero_reaches_all_ranks(open_folder: str) -> None:
     for (_, told), (_, heard) in zip(zero, one, strict=True):
         assert "rank 0 failed in save_checkpoint" in heard
         assert told in heard
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size, as a quota does. (Python ignores the signal for it.)"""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let what is written go to the device that is always full, under a name in the folder."""
+    real = atomic_file.os.fdopen
+
+    def onto_full(descriptor: int, mode: str) -> Any:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, descriptor)
+        os.close(full)
+        return real(descriptor, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atomic_file.os, "fdopen", onto_full)
+        patch.setattr(atomic_file, "_lock", lambda descriptor: True)
+        yield
+
+
+def saves_on_a_full_disk(path: str, numbers: int, way: Any) -> list[Any]:
+    save_checkpoint(path, weight=torch.ones(10))
+    found: Any = None
+    with way() if get_rank() == 0 else nullcontext():
+        try:
+            save_checkpoint(path, weight=torch.zeros(numbers))
+        except OSError as error:
+            found = error.errno, str(error)
+    meet("tried")
+    names = os.listdir(os.path.dirname(path))
+    old = float(load_checkpoint(path)["weight"].sum())
+    save_checkpoint(path, weight=torch.zeros(2))  # and there is room again
+    return [*found, names, old, float(load_checkpoint(path)["weight"].sum())]
+
+
+@pytest.mark.parametrize("numbers", [2, 3_000_000])  # found out at the end, and on the way
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [(full_disk, errno.ENOSPC), (partial(limited_files, 500), errno.EFBIG)],
+    ids=["full", "quota"],
+)
+def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_file_stays(
+    way: Any, number: int, numbers: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "last.pt")
+    zero, one = run_distributed(saves_on_a_full_disk, path, numbers, way)
+    assert zero[0] == one[0] == number
+    assert "rank 0 failed in save_checkpoint" in one[1]
+    assert os.strerror(number) in zero[1]
+    assert os.strerror(number) in one[1]
+    assert zero[2:] == one[2:] == [["last.pt"], 10, 0]
 
 
 def fails_on_rank_zero(path: str) -> None:

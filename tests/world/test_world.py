@@ -234,6 +234,10 @@ ERRORS = {
         {"NNODES": "1:4", "NODE_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"},
         ["NNODES='1:4'", "torchrun"],
     ),
+    "forced, and there in half by the second of its names": (
+        env.pals_with_pmix(5) | {"DDP_UTILS_LAUNCHER": "mpi"},
+        ["PALS_RANKID=5", "missing PMI_SIZE"],
+    ),
     "forced, but not there": ({"DDP_UTILS_LAUNCHER": "slurm"}, ["missing SLURM_PROCID"]),
     "a started rank without its variables": ({"DDP_UTILS_STARTED_RANK": "1"}, ["missing RANK"]),
 }

@@ -78,7 +78,10 @@ def second_start() -> None:
 
 
 def failure() -> None:
-    """Rank 1 raises while the others wait: how long until the prompt, and what does it say?"""
+    """Rank 1 raises while the others wait: how long until the prompt, and what does it say?
+
+    Most of it is the end of any interpreter that has imported torch, hence the floor.
+    """
     told: dict[str, list[bool]] = defaultdict(list)
 
     def measured(name: str) -> Measure:
@@ -100,8 +103,7 @@ def failure() -> None:
         "rank 1 raises while rank 0 waits, until the command has ended",
         contenders,
         floor="bare fork and kill",
-        rounds=10,
-        targets=[Target("ddp_utils", at_most=0.5, absolute=True)],
+        targets=[Target("ddp_utils", 1.25)],
     )
     compare(
         f"failed runs with the true cause in the last {LAST_LINES} lines",

@@ -117,8 +117,7 @@ def run_forked(
         os.close(source)
     # The parent's stream objects may be anything, a test's or a notebook's.
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = _writer(1, errors="strict")
-    sys.stderr = _writer(2, errors="backslashreplace")
+    sys.stdout, sys.stderr = _writer(1, sys.__stdout__), _writer(2, sys.__stderr__)
     atexit._clear()  # those of the parent are not this rank's to run
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -132,9 +131,17 @@ def run_forked(
     sys.exit(code)
 
 
-def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
+def _writer(descriptor: int, like: object) -> io.TextIOWrapper:
+    """Return a stream as this interpreter's own: PYTHONIOENCODING and ``-u`` count in it too."""
     raw = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), errors=errors)
+    usual = "backslashreplace" if descriptor == 2 else "strict"
+    if not isinstance(like, io.TextIOWrapper):  # there is none, as under pythonw
+        return io.TextIOWrapper(io.BufferedWriter(raw), errors=usual)
+    direct = like.write_through
+    buffer: Any = raw if direct else io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer, encoding=like.encoding, errors=like.errors, write_through=direct
+    )
 
 
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:

@@ -12,6 +12,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import select
 import selectors
 import signal
 import socket
@@ -200,6 +201,7 @@ class Server:
             self._signal(*details)
         elif what == "sweep":
             self._sweep(*details)
+        # "hurry" has done its work by cutting a sweep short
         return True
 
     def _take_job(self, job_fd: int) -> None:
@@ -269,11 +271,14 @@ class Server:
         _reap_others({rank.pid for rank in self._ranks.values()})
 
     def _sweep(self, wait: float, grace: float) -> None:
-        """End what the ranks have left behind: leave it ``wait`` seconds, then ``grace``."""
+        """End what the ranks have left behind: leave it ``wait`` seconds, then ``grace``.
+
+        Any word from the parent meanwhile, and its end, means that there is no time for that.
+        """
         self._reap()
-        if not _gone_within(wait):
+        if not _gone_within(wait, unless=self._control):
             kill_descendants(signal.SIGTERM)
-            if not _gone_within(grace):
+            if not _gone_within(grace, unless=self._control):
                 kill_descendants(signal.SIGKILL)
                 _gone_within(grace)
         self._ranks.clear()
@@ -314,13 +319,16 @@ def _reap_others(but: set[int]) -> bool:
         os.waitpid(found.si_pid, 0)
 
 
-def _gone_within(seconds: float) -> bool:
-    """Wait for all descendants to end; they are reaped here, so that zombies do not count."""
+def _gone_within(seconds: float, *, unless: socket.socket | None = None) -> bool:
+    """Wait for all descendants to end, or until something comes over ``unless``.
+
+    They are reaped here, so that zombies do not count.
+    """
     deadline = time.monotonic() + seconds
+    watched = [] if unless is None else [unless]
     while not _reap_others(set()):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or select.select(watched, [], [], 0.01)[0]:
             return False
-        time.sleep(0.01)
     return True
 
 

@@ -235,6 +235,8 @@ class Supervisor:
                 self._ask_to_stop(number)
             else:
                 self._end_all(number)
+            if all(rank.end is not None for rank in self._ranks):
+                self._tell_server("hurry")  # it may be waiting for what the ranks have left
 
     def _stops(self) -> bool:
         """Whether the signal that came asks the ranks to save and leave, since they are armed."""

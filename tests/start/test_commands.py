@@ -452,6 +452,67 @@ def test_a_second_ctrl_c_ends_at_once(script: Callable[..., Any]) -> None:
     assert process.returncode == -signal.SIGINT
 
 
+def test_ctrl_c_does_not_wait_for_what_the_ranks_have_left_running(
+    script: Callable[..., Any],
+) -> None:
+    process = script("""
+        import subprocess, sys
+        import ddp_utils
+
+        DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('left')"
+
+        @ddp_utils.distributed_main
+        def main():
+            if ddp_utils.is_rank_zero():
+                subprocess.Popen([sys.executable, "-uc", DEAF + "; time.sleep(10**6)"])
+
+        if __name__ == "__main__":
+            main()
+        """).start(DDP_UTILS_GRACE="1000")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "left\n"
+    job = psutil.Process(process.pid).children(recursive=True)
+    ranks_end = [p for p in job if "-uc" not in p.cmdline() and p.ppid() != process.pid]
+    psutil.wait_procs(ranks_end, timeout=30)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert [p for p in job if p.is_running()] == []
+
+
+def test_a_child_that_is_forked_during_a_job_does_not_keep_it_alive(
+    script: Callable[..., Any],
+) -> None:
+    """The server sees its parent's end although a fork of the parent has its sockets too."""
+    process = script("""
+        import multiprocessing, threading, time
+        import ddp_utils
+
+        @ddp_utils.distributed_main
+        def main():
+            print("busy", flush=True)
+            time.sleep(10**6)
+
+        if __name__ == "__main__":
+            threading.Thread(target=main, daemon=True).start()
+            time.sleep(3)
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            print("child", child.pid, flush=True)
+            time.sleep(10**6)
+        """).start()
+    assert process.stdout is not None
+    told = [process.stdout.readline() for _ in range(3)]
+    child = next(int(line.split()[1]) for line in told if line.startswith("child"))
+    job = psutil.Process(process.pid).children(recursive=True)
+    assert child in {p.pid for p in job}
+    process.kill()
+    _, alive = psutil.wait_procs([p for p in job if p.pid != child], timeout=10)
+    psutil.Process(child).kill()
+    process.communicate(timeout=30)
+    assert alive == []
+
+
 def test_the_plain_script(script: Callable[..., Any]) -> None:
     done = script(MAIN + GUARD).run()
     assert sorted(done.stdout.splitlines()) == [

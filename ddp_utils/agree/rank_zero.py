@@ -171,6 +171,9 @@ def _run_for_all(call: Callable[[], R], section: Section, local: bool) -> R:
         with one_rank_section(section):
             return call()
     refuse_in_section(f"{section.name} with broadcast=True")
+    node_rank = current_world().node_rank
+    # Not every launcher tells how many machines there are: the ranks know it together.
+    nodes = sorted(set(all_gather(node_rank))) if local else []
     turn = _Turn(section.name, local)
     value: Any = None
     if turn.is_mine:
@@ -179,11 +182,10 @@ def _run_for_all(call: Callable[[], R], section: Section, local: bool) -> R:
     if not local:
         turn.wait()
         return broadcast_value(value)  # type: ignore[no-any-return]
-    world = current_world()
-    for node_rank in range(world.num_nodes):
-        turn.wait(node_rank)
-    values = all_gather((world.node_rank, turn.is_mine, value))
-    return next(theirs for node, zero, theirs in values if zero and node == world.node_rank)  # type: ignore[no-any-return]
+    for each in nodes:
+        turn.wait(each)
+    values = all_gather((node_rank, turn.is_mine, value))
+    return next(theirs for node, zero, theirs in values if zero and node == node_rank)  # type: ignore[no-any-return]
 
 
 def _join_the_others() -> None:

@@ -7,18 +7,30 @@ counts what was handed out, not what a loader has drawn ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import length_hint
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import ref
 
+from ddp_utils.callsite import note_epoch
 from ddp_utils.data.warning import warn_caller
 
 T = TypeVar("T")
 
-__all__ = ["Progress", "Walk"]
+__all__ = ["Drawn", "Progress", "Walk"]
+
+
+class Drawn(chain[Any]):
+    """What walks through a sampler: a ``chain``, that a walk can tell whether it is still held."""
+
+    __slots__ = ("__weakref__",)
 
 
 def _nobody() -> None:
     """Stand in for a weak reference to an iterator that there is not yet."""
+
+
+_COPIED = ("epoch", "start", "length", "end", "was_asked_for")
 
 
 class Walk:
@@ -35,12 +47,18 @@ class Walk:
     _batches: Callable[[], int] | None = None
     _batch_size = 1
 
-    def __init__(self, epoch: int, start: int, length: int | None) -> None:
+    length: int | None = None
+    """How many items this rank gets, if that is known."""
+
+    def __init__(self, epoch: int, start: int) -> None:
         self.epoch = epoch
         self.start = start
         """The global position that it began at."""
-        self.length = length
-        """How many items this rank gets, if that is known."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a pickled or copied sampler who walks it here: nobody walks the copy."""
+        state = {name: value for name, value in vars(self).items() if name in _COPIED}
+        return {**state, "_drawn": self.taken}
 
     def count_by(self, batches: Callable[[], int], batch_size: int) -> None:
         """Let a loader, which draws ahead, tell how many batches it has handed out."""
@@ -51,6 +69,15 @@ class Walk:
         # A list's iterator tells how much is left in it, so nothing is counted item by item.
         self._drawn += len(block)
         self._block = drawn = iter(block)
+        return drawn
+
+    def draw_all(self, items: list[Any], end: Callable[[Walk], None]) -> Drawn:
+        """Return an iterator over all items of this walk, that calls ``end(walk)`` after them."""
+        self.length = self._drawn = len(items)
+        self._block = block = iter(items)
+        # The filter is asked once the items are over, and has none, as `end` returns nothing.
+        drawn = Drawn(block, filter(end, (self,)))
+        self.walker = ref(drawn)
         return drawn
 
     @property
@@ -113,12 +140,12 @@ class Progress:
         counting = held or left or self._walks
         return counting[-1] if counting else None
 
-    def begin(self, length: Callable[[], int | None]) -> Walk:
-        """Note that a new pass begins; how long it is, is asked once its epoch is settled."""
+    def begin(self) -> Walk:
+        """Note that a new pass begins; how long it is, is known once its epoch is settled."""
         if self._walks:
             self.settle()
             self._walks = [w for w in self._walks if w.walker() is not None or not w.is_look]
-        new = Walk(self.epoch, self.start, length())
+        new = Walk(self.epoch, self.start)
         if self._epoch_was_set:
             new.was_asked_for, self._epoch_was_set = True, False
         self._walks.append(new)
@@ -147,9 +174,11 @@ class Progress:
 
     def finish(self, walk: Walk) -> None:
         """Note that a pass was walked to its end: the next one is of the next epoch."""
+        note_epoch(walk.epoch)
         self.walked = walk
         if walk in self._walks:
-            self.go_to(walk.epoch + 1)
+            self.epoch, self.start, self._epoch_was_set = walk.epoch + 1, 0, False
+            self._walks.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of the epoch; keep the position if it is this one."""

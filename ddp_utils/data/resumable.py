@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -15,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_utils.agree.by_word import first_word, new_topic, require_same
 from ddp_utils.agree.seeding import common_seed, given_seed
-from ddp_utils.data.progress import Progress, Walk
+from ddp_utils.data.progress import Drawn, Progress, Walk
 from ddp_utils.ground._torch_private import loader_that_draws
 from ddp_utils.world.world import get_rank, get_world_size
 
@@ -77,9 +76,14 @@ class ResumableSampler(DistributedSampler[Any]):
         if loader is not None:
             walk.count_by(*loader)
         self.progress.warn_of_repetition(walk)
-        blocks = self._blocks(walk, True)
-        walk.walker = ref(blocks)
-        return chain.from_iterable(blocks)
+        return self._drawn(walk)
+
+    def _drawn(self, walk: Walk) -> Drawn:
+        """Return the iterator over a pass that this sampler began itself."""
+        walk.length = length_of(self)
+        drawn = Drawn(chain.from_iterable(self._blocks(walk, True)))
+        walk.walker = ref(drawn)
+        return drawn
 
     def _ran_out(self, walk: Walk) -> None:
         """Note that everything was drawn, and the end of the pass if it was handed out too."""
@@ -92,7 +96,7 @@ class ResumableSampler(DistributedSampler[Any]):
             self._refuse_new_group()
         if not self._has_compared:
             self._compare_with_other_ranks()
-        return self.progress.begin(partial(length_of, self))
+        return self.progress.begin()
 
     @contextmanager
     def drawn_by(self, walk: Walk) -> Iterator[None]:

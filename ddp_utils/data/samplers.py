@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from ddp_utils.data.permutation import InOrder, Permutation
-from ddp_utils.data.progress import Walk
+from ddp_utils.data.progress import Drawn, Walk
 from ddp_utils.data.resumable import ResumableSampler, describe
 from ddp_utils.data.shares import batches_are_uneven, dealt_end, share
 from ddp_utils.data.warning import warn_caller
@@ -116,6 +116,9 @@ class ShardedSampler(ResumableSampler):
         super().__init__(source, shuffle=shuffle, pad=pad, drop_last=drop_last, seed=seed)
         self.length: int = len(source)
         self._whole = self.positions(self.rank, 0)
+        self._whole_length = len(self._whole)
+        self._is_short = self._whole_length <= BLOCK
+        self._in_order: list[int] = []
         length = self.length
         if length == 0:
             raise ValueError(f"{describe(source)} has no samples")
@@ -132,7 +135,7 @@ class ShardedSampler(ResumableSampler):
 
     def __len__(self) -> int:
         start = self.progress.start
-        return len(self.positions(self.rank, start) if start else self._whole)
+        return len(self.positions(self.rank, start)) if start else self._whole_length
 
     def positions(self, rank: int, start: int) -> range:
         """Return the positions in the epoch's order that a rank visits from a position on."""
@@ -164,6 +167,29 @@ class ShardedSampler(ResumableSampler):
         if not self.shuffle:
             return InOrder(self.length)
         return Permutation(self.length, self.seed, epoch)
+
+    def _drawn(self, walk: Walk) -> Drawn:
+        if not self._is_short:
+            return super()._drawn(walk)
+        # A short pass costs what is done once in it: so it is one list, without a generator.
+        end = self.progress.finish if walk.counts_itself else self._ran_out
+        return walk.draw_all(self._items(walk.epoch, walk.start), end)
+
+    def _items(self, epoch: int, start: int) -> list[int]:
+        """Return all items of a short pass at once; not to be written to."""
+        is_kept = not (self.shuffle or start)
+        if is_kept and self._in_order:
+            return self._in_order
+        order = self.order(epoch)
+        positions = self.positions(self.rank, start) if start else self._whole
+        if not positions or positions[-1] < self.length:
+            items = order.take(positions)
+        else:
+            again = positions[-1] % self.length
+            items = order.take(positions[:-1]) + order.take(range(again, again + 1))
+        if is_kept:
+            self._in_order = items
+        return items
 
     def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[int]]:
         order = self.order(walk.epoch)

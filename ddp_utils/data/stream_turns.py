@@ -47,7 +47,7 @@ class StreamTurns:
                 f"the loader of {describe(self._shard.dataset)} was made before there were ranks: "
                 "make loaders after ddp_utils.init_distributed()"
             )
-        walk = self.progress.begin(lambda: None)
+        walk = self.progress.begin()
         self._shard.start_pass(walk.epoch, self.seed)
         return walk
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import warnings
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils.data import (
 )
 
 from ddp_utils import make_sampler, seed_everything
+from ddp_utils.data import samplers
 from ddp_utils.testing import run_distributed
 from ddp_utils.world.world import SIMULATED, World
 
@@ -248,3 +251,46 @@ def made_before_there_were_ranks() -> str:
 def test_a_sampler_made_too_early_is_refused() -> None:
     for message in run_distributed(made_before_there_were_ranks, world_size=2):
         assert "made before there were 2 ranks" in message
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_short_pass_is_counted_like_a_long_one(shuffle: bool) -> None:
+    """Short passes are one list and long ones blocks; who walks them cannot tell."""
+
+    def walk(block: int) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samplers, "BLOCK", block)
+            sampler = make_sampler(11, seed=1, shuffle=shuffle, pad=True)
+            seen: list[Any] = []
+            for _ in range(2):
+                for sample in sampler:
+                    seen.append((sample, sampler.state_dict(), len(sampler)))
+                seen.append(sampler.state_dict())
+            iterator = iter(sampler)
+            seen += [next(iterator), next(iterator), sampler.state_dict()]
+            sampler.load_state_dict({**sampler.state_dict(), "position": 5})  # type: ignore[attr-defined]
+            return [*seen, len(sampler), *sampler, sampler.state_dict()]
+
+    for world in (1, 3):
+        assert on_ranks(world, walk, 8192) == on_ranks(world, walk, 2)
+
+
+def test_the_list_of_an_ordered_pass_is_nobodys_to_change() -> None:
+    sampler = make_sampler(5, shuffle=False)
+    list(sampler).clear()
+    list(sampler).append(7)
+    assert list(sampler) == list(range(5))
+
+
+def test_it_can_be_pickled_and_copied_before_within_and_after_a_pass() -> None:
+    sampler = make_sampler(9, seed=0)
+    for _ in range(2):
+        walk = iter(sampler)
+        for _ in range(3):
+            next(walk)
+        for again in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+            assert again.state_dict() == sampler.state_dict()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert sorted(again) == list(range(9))
+        list(walk)

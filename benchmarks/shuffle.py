@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ JOB = Path(__file__).parent / "jobs" / "sampler.py"
 SIZES = [10**6, 10**7, 10**8, 10**12]
 LIMITS = {"DistributedSampler": 10**8}
 SMALL = [7, 64, 1000, 4096, 65_536, 10**5, 10**6]
+SHORT = [7, 32, 64, 128, 256, 512, 1000, 2000, 10_000]
 
 
 def main() -> None:
@@ -51,6 +54,47 @@ def main() -> None:
             {"ddp_utils": partial(_ours, ranks), "DistributedSampler": partial(_theirs, ranks)},
             rounds=9,
         )
+    for shuffle in (True, False):
+        for ranks in (1, 2, 4):
+            for samples in SHORT:
+                _short(samples, ranks, shuffle)
+
+
+def _short(samples: int, ranks: int, shuffle: bool) -> None:
+    """Compare passes so short that what is done once in each is most of them."""
+    theirs: Any = DistributedSampler(range(samples), ranks, rank=0, shuffle=shuffle)  # type: ignore[arg-type]
+    with _ranks(ranks):
+        ours = make_sampler(samples, seed=0, shuffle=shuffle, pad=True)
+    order = "a shuffled" if shuffle else "an ordered"
+    compare(
+        f"passes a second over {order} set of {samples} samples, one of {ranks} ranks",
+        {"DistributedSampler": partial(_passes, theirs), "ddp_utils": partial(_passes, ours)},
+        unit="k/s",
+        floor="DistributedSampler",
+        rounds=51,
+        targets=[Target("ddp_utils", at_least=1)],
+    )
+
+
+def _passes(sampler: Any) -> float:
+    repeats = 1 + 20_000 // max(100, len(sampler))
+    list(sampler)
+
+    def walk() -> None:
+        for epoch in range(repeats):
+            sampler.set_epoch(epoch)
+            list(sampler)
+
+    return repeats / seconds(walk) / 1000
+
+
+@contextmanager
+def _ranks(number: int) -> Iterator[None]:
+    token = SIMULATED.set(World(world_size=number))
+    try:
+        yield
+    finally:
+        SIMULATED.reset(token)
 
 
 _measured: dict[tuple[str, int], list[dict[str, float]]] = {}
@@ -69,11 +113,8 @@ def _job(name: str, key: str, samples: float) -> float:
 
 
 def _ours(ranks: int, samples: float) -> float:
-    token = SIMULATED.set(World(world_size=ranks))
-    try:
+    with _ranks(ranks):
         return _pass(make_sampler(int(samples), seed=0), samples)
-    finally:
-        SIMULATED.reset(token)
 
 
 def _theirs(ranks: int, samples: float) -> float:

@@ -7,7 +7,8 @@ key of the model inside them, ``torch.compile`` puts ``_orig_mod.``, and nested 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,9 +54,13 @@ def strip_module_prefix(state_dict: State, model: nn.Module | None = None) -> St
     prefix = _common_prefix(state_dict)
     if model is not None:
         prefix = _prefix_that_fits(prefix, state_dict, unwrap(model).state_dict().keys())
-    return _renamed(
-        state_dict, lambda key: _without(prefix, key), lambda path: _without_path(prefix, path)
-    )
+    whole = "".join(prefix)
+    size = len(whole)
+
+    def rename(key: Any) -> Any:
+        return key[size:] if size and key.startswith(whole) else _without(prefix, key)
+
+    return _renamed(state_dict, rename, lambda path: _without_path(whole, path))
 
 
 class LoadedKeys(NamedTuple):
@@ -109,21 +114,28 @@ def load_model_state(
     return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
 
 
-def _common_prefix(keys: Iterable[Any]) -> tuple[str, ...]:
+def _common_prefix(keys: Collection[Any]) -> tuple[str, ...]:
     """Return the wrappers' prefixes that every key starts with, from the outside in.
 
     A counter may stand at any level instead: it belongs to the wrapper of that level.
     """
     levels: list[str] = []
-    rest = [key for key in keys if key != COUNTER]
-    while rest:
-        prefix = next(
-            (p for p in PREFIXES if isinstance(rest[0], str) and rest[0].startswith(p)), ""
-        )
-        if not prefix or not all(isinstance(k, str) and k.startswith(prefix) for k in rest):
+    if not all(issubclass(kind, str) for kind in set(map(type, keys))):
+        return ()
+    rest, whole = list(keys), ""
+    while True:
+        counter = whole + COUNTER
+        if counter in keys:
+            rest = [key for key in rest if key != counter]
+        if not rest:
+            break
+        # What the first and the last in the order of strings start with, all between them do.
+        ends = min(rest), max(rest)
+        prefix = next((p for p in PREFIXES if all(k.startswith(whole + p) for k in ends)), "")
+        if not prefix:
             break
         levels.append(prefix)
-        rest = [key for key in (key[len(prefix) :] for key in rest) if key != COUNTER]
+        whole += prefix
     return tuple(levels)
 
 
@@ -148,9 +160,8 @@ def _without(prefix: tuple[str, ...], key: Any) -> Any:
     return key
 
 
-def _without_path(prefix: tuple[str, ...], path: str) -> str | None:
+def _without_path(whole: str, path: str) -> str | None:
     """Return a module's path inside the wrappers, or None for a wrapper's own."""
-    whole = "".join(prefix)
     return path[len(whole) :] if f"{path}.".startswith(whole) else None
 
 
@@ -178,19 +189,29 @@ def _renamed(
     state_dict: State, rename: Callable[[Any], Any], rename_path: Callable[[str], str | None]
 ) -> State:
     """Return the same kind of mapping under other keys; of two that meet, the first stays."""
-    new = copy.copy(state_dict)
-    new.clear()
+    new = _emptied(state_dict)
     for key, value in state_dict.items():
         new.setdefault(rename(key), value)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        kept = copy.copy(metadata)
-        kept.clear()
+        kept = _emptied(metadata)
         for path, facts in metadata.items():
             new_path = rename_path(path)
             if new_path is not None:
                 kept[new_path] = facts
         new._metadata = kept  # type: ignore[attr-defined]  # torch keeps it on the mapping
+    return new
+
+
+def _emptied(mapping: State) -> State:
+    """Return another mapping of this kind, with what hangs on it and without its items."""
+    if type(mapping) in (dict, OrderedDict):  # nearly always; the copy below takes its time
+        new = type(mapping)()
+        if isinstance(mapping, OrderedDict):
+            vars(new).update(vars(mapping))
+        return new
+    new = copy.copy(mapping)
+    new.clear()
     return new
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_utils import load_model_state, strip_module_prefix, unwrap
 
@@ -192,12 +193,29 @@ def test_the_type_of_the_mapping_stays(kind: Any) -> None:
 def test_a_factory_and_other_attributes_stay() -> None:
     state = defaultdict(list, {"module.a": [1]})
     assert strip_module_prefix(state)["new"] == []
+    ordered: Any = OrderedDict({"module.a": 1})
+    ordered.note = "mine"
+    assert strip_module_prefix(ordered).note == "mine"
+
+
+class Calls(TorchDispatchMode):
+    """The operations on tensors that were run: a copy is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_no_tensor_is_copied_among_very_many() -> None:
-    value = torch.ones(1)
+    value, calls = torch.ones(1), Calls()
     state = {f"module._orig_mod.module.layer{i}.weight": value for i in range(100_000)}
-    stripped = strip_module_prefix(state)
+    with calls:
+        stripped = strip_module_prefix(state)
+    assert calls.names == []
     assert len(stripped) == len(state)
     assert all(tensor is value for tensor in stripped.values())
     assert next(iter(stripped)) == "layer0.weight"

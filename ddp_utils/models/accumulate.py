@@ -114,19 +114,23 @@ def global_scale(n_local: float | torch.Tensor) -> float:
         where no rank has a sample.
 
     Raises:
-        ValueError: On every rank, if any of them gave a negative or infinite count.
+        ValueError: On every rank, if any of them gave a negative or infinite count, or none.
 
     Example:
         >>> global_scale(17)  # one process
         1.0
     """
-    count = float(n_local)
+    count, wrong = math.nan, None
+    try:
+        count = float(n_local)
+    except (TypeError, ValueError, RuntimeError) as error:
+        wrong = error  # not raised yet: the others are on their way into the sum
     good = math.isfinite(count) and count >= 0
     sums = all_reduce_sum({"count": count if good else 0.0, "bad": float(not good)})
     if sums["bad"]:
         raise ValueError(
             f"global_scale takes a finite count of at least 0; {sums['bad']:.0f} of the ranks gave "
-            f"something else (this one {count})"
-        )
+            f"something else (this one {count if wrong is None else n_local!r})"
+        ) from wrong
     world_size = get_world_size() if is_distributed() else 1
     return world_size * count / sums["count"] if sums["count"] else 0.0

@@ -191,15 +191,16 @@ def test_scales_add_up_to_the_world_size() -> None:
     assert global_scale(0) == 0.0
 
 
-def bad_count() -> str:
+def bad_count(bad: Any) -> str:
     with pytest.raises((ValueError, RanksDisagreeError)) as caught:
-        global_scale(-1 if dist.get_rank() else 2)
+        global_scale(bad if dist.get_rank() else 2)
     return str(caught.value)
 
 
-def test_a_bad_count_is_an_error_on_all_ranks() -> None:
-    ours, theirs = run_distributed(bad_count)
-    assert "-1" in theirs
+@pytest.mark.parametrize("bad", [-1, "many", None, torch.ones(2)])
+def test_a_bad_count_is_an_error_on_all_ranks(bad: Any) -> None:
+    ours, theirs = run_distributed(bad_count, bad)
+    assert str(bad) in theirs
     assert "finite count" in ours
 
 

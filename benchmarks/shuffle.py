@@ -56,23 +56,27 @@ def main() -> None:
         )
     for shuffle in (True, False):
         for ranks in (1, 2, 4):
-            for samples in SHORT:
-                _short(samples, ranks, shuffle)
+            _short_passes(ranks, shuffle)
 
 
-def _short(samples: int, ranks: int, shuffle: bool) -> None:
+def _short_passes(ranks: int, shuffle: bool) -> None:
     """Compare passes so short that what is done once in each is most of them."""
-    theirs: Any = DistributedSampler(range(samples), ranks, rank=0, shuffle=shuffle)  # type: ignore[arg-type]
+    theirs, ours = {}, {}
     with _ranks(ranks):
-        ours = make_sampler(samples, seed=0, shuffle=shuffle, pad=True)
-    order = "a shuffled" if shuffle else "an ordered"
-    compare(
-        f"passes a second over {order} set of {samples} samples, one of {ranks} ranks",
-        {"DistributedSampler": partial(_passes, theirs), "ddp_utils": partial(_passes, ours)},
+        for samples in SHORT:
+            data: Any = range(samples)
+            theirs[samples] = DistributedSampler(data, ranks, rank=0, shuffle=shuffle)
+            ours[samples] = make_sampler(samples, seed=0, shuffle=shuffle, pad=True)
+    sweep(
+        f"passes a second over {'shuffled' if shuffle else 'ordered'} sets, one of {ranks} ranks",
+        "samples",
+        SHORT,
+        {
+            "ddp_utils": lambda samples: _passes(ours[samples]),
+            "DistributedSampler": lambda samples: _passes(theirs[samples]),
+        },
         unit="k/s",
-        floor="DistributedSampler",
         rounds=51,
-        targets=[Target("ddp_utils", at_least=1)],
     )
 
 

@@ -117,7 +117,8 @@ def run_forked(
         os.close(source)
     # The parent's stream objects may be anything, a test's or a notebook's.
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout, sys.stderr = _writer(1, sys.__stdout__), _writer(2, sys.__stderr__)
+    sys.stdout = _writer(1, errors="strict")
+    sys.stderr = _writer(2, errors="backslashreplace")
     atexit._clear()  # those of the parent are not this rank's to run
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -131,17 +132,15 @@ def run_forked(
     sys.exit(code)
 
 
-def _writer(descriptor: int, like: object) -> io.TextIOWrapper:
-    """Return a stream as this interpreter's own: PYTHONIOENCODING and ``-u`` count in it too."""
+def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
+    """Return a stream for a rank, unbuffered where the interpreter was told so by ``-u``.
+
+    What a rank writes is forwarded as UTF-8, whatever the parent's own streams can show.
+    """
     raw = io.FileIO(descriptor, "w", closefd=False)
-    usual = "backslashreplace" if descriptor == 2 else "strict"
-    if not isinstance(like, io.TextIOWrapper):  # there is none, as under pythonw
-        return io.TextIOWrapper(io.BufferedWriter(raw), errors=usual)
-    direct = like.write_through
+    direct = bool(getattr(sys.__stdout__, "write_through", False))
     buffer: Any = raw if direct else io.BufferedWriter(raw)
-    return io.TextIOWrapper(
-        buffer, encoding=like.encoding, errors=like.errors, write_through=direct
-    )
+    return io.TextIOWrapper(buffer, errors=errors, write_through=direct)
 
 
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:

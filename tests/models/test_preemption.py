@@ -350,8 +350,10 @@ def trains_with_workers(number: int, armed_before: bool) -> tuple[int, list[int 
     workers = multiprocessing.active_children()
     assert all(worker.is_alive() for worker in workers)
     for worker in workers:
-        worker.terminate()  # of their own rank they do take it
-        worker.join()
+        while worker.is_alive():
+            # Of their own rank they do take it; beside the group's, still pending, it is lost.
+            worker.terminate()
+            worker.join(0.1)
     return step, [worker.exitcode for worker in workers]
 
 

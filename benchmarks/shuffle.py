@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks import Target, compare, seconds, sweep
 from ddp_utils import make_sampler
-from ddp_utils.world.world import SIMULATED, World
+from ddp_utils.testing import simulated_world
 
 JOB = Path(__file__).parent / "jobs" / "sampler.py"
 SIZES = [10**6, 10**7, 10**8, 10**12]
@@ -62,7 +60,7 @@ def main() -> None:
 def _short_passes(ranks: int, shuffle: bool) -> None:
     """Compare passes so short that what is done once in each is most of them."""
     theirs, ours = {}, {}
-    with _ranks(ranks):
+    with simulated_world(world_size=ranks):
         for samples in SHORT:
             data: Any = range(samples)
             theirs[samples] = DistributedSampler(data, ranks, rank=0, shuffle=shuffle)
@@ -92,15 +90,6 @@ def _passes(sampler: Any) -> float:
     return repeats / seconds(walk) / 1000
 
 
-@contextmanager
-def _ranks(number: int) -> Iterator[None]:
-    token = SIMULATED.set(World(world_size=number))
-    try:
-        yield
-    finally:
-        SIMULATED.reset(token)
-
-
 _measured: dict[tuple[str, int], list[dict[str, float]]] = {}
 
 
@@ -117,7 +106,7 @@ def _job(name: str, key: str, samples: float) -> float:
 
 
 def _ours(ranks: int, samples: float) -> float:
-    with _ranks(ranks):
+    with simulated_world(world_size=ranks):
         return _pass(make_sampler(int(samples), seed=0), samples)
 
 

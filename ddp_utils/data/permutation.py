@@ -7,7 +7,7 @@ order: in constant time and memory at every length.
 from __future__ import annotations
 
 import threading
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -60,8 +60,7 @@ class Permutation:
         """Return the samples at an ascending range of positions, as Python integers."""
         if self.length < TABLE_BELOW:
             start, stop, step = positions.start, positions.stop, positions.step
-            table: list[int] = self._table[start:stop:step].tolist()
-            return table
+            return cast("list[int]", self._table[start:stop:step].tolist())
         where = np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
         return cast("list[int]", self._network(where).tolist())
 
@@ -111,13 +110,8 @@ def _integers_below(length: int) -> Array:
     return _integers
 
 
-@lru_cache(maxsize=8)
-def _in_order(length: int) -> Array:
-    return _integers_below(length)[:length]
-
-
 def _shuffled(length: int, seed: int) -> Array:
-    table: Array = _in_order(length).copy()
+    table: Array = _integers_below(length)[:length].copy()
     shuffler = _thread.shuffler
     shuffler.seed(seed)
     shuffler.shuffle(table)

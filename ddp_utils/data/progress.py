@@ -42,13 +42,12 @@ class Walk:
     """A weak reference to the iterator that somebody holds; dead once it was dropped."""
     was_asked_for = False
     """By ``set_epoch``, so that beginning an epoch again is no mistake."""
+    length: int | None = None
+    """How many items this rank gets, if that is known."""
     _drawn = 0
     _block: Iterator[object] = iter(())
     _batches: Callable[[], int] | None = None
     _batch_size = 1
-
-    length: int | None = None
-    """How many items this rank gets, if that is known."""
 
     def __init__(self, epoch: int, start: int) -> None:
         self.epoch = epoch
@@ -177,8 +176,7 @@ class Progress:
         note_epoch(walk.epoch)
         self.walked = walk
         if walk in self._walks:
-            self.epoch, self.start, self._epoch_was_set = walk.epoch + 1, 0, False
-            self._walks.clear()
+            self.go_to(walk.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of the epoch; keep the position if it is this one."""

@@ -168,6 +168,14 @@ class ShardedSampler(ResumableSampler):
             return InOrder(self.length)
         return Permutation(self.length, self.seed, epoch)
 
+    def _visits(self, start: int) -> tuple[range, range]:
+        """Return the positions that a rank visits, and the one given twice to fill up its share."""
+        positions = self.positions(self.rank, start) if start else self._whole
+        if not positions or positions[-1] < self.length:
+            return positions, range(0)
+        again = positions[-1] % self.length
+        return positions[:-1], range(again, again + 1)
+
     def _drawn(self, walk: Walk) -> Drawn:
         if not self._is_short:
             return super()._drawn(walk)
@@ -181,25 +189,18 @@ class ShardedSampler(ResumableSampler):
         if is_kept and self._in_order:
             return self._in_order
         order = self.order(epoch)
-        positions = self.positions(self.rank, start) if start else self._whole
-        if not positions or positions[-1] < self.length:
-            items = order.take(positions)
-        else:
-            again = positions[-1] % self.length
-            items = order.take(positions[:-1]) + order.take(range(again, again + 1))
+        inside, again = self._visits(start)
+        items = order.take(inside) + order.take(again) if again else order.take(inside)
         if is_kept:
             self._in_order = items
         return items
 
     def _blocks(self, walk: Walk, finish: bool) -> Iterator[Iterator[int]]:
         order = self.order(walk.epoch)
-        positions = self.positions(self.rank, walk.start) if walk.start else self._whole
-        is_padded = len(positions) > 0 and positions[-1] >= self.length
-        inside = positions[:-1] if is_padded else positions
+        inside, again = self._visits(walk.start)
         for at in range(0, len(inside), BLOCK):
             yield walk.draw(order.take(inside[at : at + BLOCK]))
-        if is_padded:
-            again = positions[-1] % self.length
-            yield walk.draw(order.take(range(again, again + 1)))
+        if again:
+            yield walk.draw(order.take(again))
         if finish:
             self._ran_out(walk)

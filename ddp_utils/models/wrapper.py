@@ -42,8 +42,14 @@ FORWARD = "a training forward"
 NOT_FORWARDED = frozenset({"buffer_hook"})
 """Names that torch asks its own wrapper for, to see whether they are there."""
 NOT_COPIED = (
-    *("process_group", "reducer", "logger", "_comm_hooks", "_buffers_of_all", "_watch"),
-    *("_passes_on", "_compiled_call_impl"),
+    "process_group",
+    "reducer",
+    "logger",
+    "_comm_hooks",
+    "_buffers_of_all",
+    "_watch",
+    "_passes_on",
+    "_compiled_call_impl",
 )
 """What belongs to this process and this group, and is made anew in a copy, or by the user."""
 

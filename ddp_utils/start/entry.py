@@ -133,14 +133,8 @@ def run_forked(
 
 
 def _writer(descriptor: int, errors: str) -> io.TextIOWrapper:
-    """Return a stream for a rank, unbuffered where the interpreter was told so by ``-u``.
-
-    What a rank writes is forwarded as UTF-8, whatever the parent's own streams can show.
-    """
     raw = io.FileIO(descriptor, "w", closefd=False)
-    direct = bool(getattr(sys.__stdout__, "write_through", False))
-    buffer: Any = raw if direct else io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, errors=errors, write_through=direct)
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors=errors)
 
 
 def run(job: Job, local_rank: int, channel: socket.socket, stacks_fd: int, server: int) -> int:

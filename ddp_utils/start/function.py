@@ -166,8 +166,11 @@ def this_main() -> Main | None:
 def mentions_ddp(function: Function) -> bool:
     """Whether the script, or the module of the function, looks as if it wrapped a model.
 
-    Only a guess: what follows from it is speed.
+    So does a process that has loaded what wraps one, such as a test's, whose function is the
+    plugin's. Only a guess: what follows from it is speed.
     """
+    if "ddp_utils.models.wrap" in sys.modules:
+        return True
     words = (b"wrap_ddp", b"DistributedDataParallel")
     texts = [function.pickled or b""]
     for name in {"__main__", function.module} & set(sys.modules):

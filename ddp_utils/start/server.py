@@ -12,7 +12,6 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import select
 import selectors
 import signal
 import socket
@@ -24,6 +23,12 @@ from functools import cache
 from typing import Any, NoReturn
 
 from ddp_utils.start import entry
+from ddp_utils.start.descendants import (
+    become_reaper,
+    gone_within,
+    kill_descendants,
+    reap_others,
+)
 from ddp_utils.start.transport import FrameReader, dumps, frame, loads
 
 __all__ = [
@@ -143,15 +148,6 @@ def cover_descriptors(keep: int) -> None:
     os.close(null)
 
 
-def become_reaper() -> None:
-    """Let orphans among the descendants become children of this process (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
-
-
 class Server:
     """The loop: messages from the parent, ends of children."""
 
@@ -268,7 +264,7 @@ class Server:
             if code is not None:
                 del self._ranks[local_rank]
                 self._tell("ended", local_rank, code, time.monotonic())
-        _reap_others({rank.pid for rank in self._ranks.values()})
+        reap_others({rank.pid for rank in self._ranks.values()})
 
     def _sweep(self, wait: float, grace: float) -> None:
         """End what the ranks have left behind: leave it ``wait`` seconds, then ``grace``.
@@ -276,11 +272,11 @@ class Server:
         Any word from the parent meanwhile, and its end, means that there is no time for that.
         """
         self._reap()
-        if not _gone_within(wait, unless=self._control):
+        if not gone_within(wait, unless=self._control):
             kill_descendants(signal.SIGTERM)
-            if not _gone_within(grace, unless=self._control):
+            if not gone_within(grace, unless=self._control):
                 kill_descendants(signal.SIGKILL)
-                _gone_within(grace)
+                gone_within(grace)
         self._ranks.clear()
         if self._job_fd >= 0:
             os.close(self._job_fd)
@@ -294,76 +290,17 @@ def _warm_up(for_ddp: bool) -> None:
 
     The first wrapped model of a rank would import for a second.
     """
-    from ddp_utils.ground._torch_private import load_what_ddp_loads
-    from ddp_utils.start import inherited
-    from ddp_utils.talk import stacks  # noqa: F401  # for the ranks
-
-    inherited.forget_state()  # torch reads its own source lines here
     try:
+        from ddp_utils.ground._torch_private import load_what_ddp_loads
+        from ddp_utils.start import inherited
+        from ddp_utils.talk import stacks  # noqa: F401  # for the ranks
+
+        inherited.forget_state()  # torch reads its own source lines here
         if for_ddp:
             load_what_ddp_loads()
     except Exception:
         pass  # the rank that needs it will raise the same, where it can be told
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
-
-
-def _reap_others(but: set[int]) -> bool:
-    """Reap every child that has ended, ``but`` these pids; return whether none is left."""
-    while True:
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return True
-        if found is None or found.si_pid in but:
-            return False  # one of those has its own SIGCHLD, and is seen to then
-        os.waitpid(found.si_pid, 0)
-
-
-def _gone_within(seconds: float, *, unless: socket.socket | None = None) -> bool:
-    """Wait for all descendants to end, or until something comes over ``unless``.
-
-    They are reaped here, so that zombies do not count.
-    """
-    deadline = time.monotonic() + seconds
-    watched = [] if unless is None else [unless]
-    while not _reap_others(set()):
-        if time.monotonic() >= deadline or select.select(watched, [], [], 0.01)[0]:
-            return False
-    return True
-
-
-def kill_descendants(number: int) -> None:
-    """Send a signal to every process that descends from this one, those born meanwhile too."""
-    told: set[int] = set()
-    while new := set(descendants(os.getpid())) - told:
-        for pid in new:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-        told |= new
-
-
-def descendants(root: int) -> list[int]:
-    """Return the pids of all processes below ``root`` (Linux; elsewhere none)."""
-    children: dict[int, list[int]] = {}
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return []
-    for name in names:
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(name))
-    found, front = [], [root]
-    while front:
-        front = [child for pid in front for child in children.get(pid, [])]
-        found += front
-    return found
 
 
 def above_standard(descriptor: int) -> int:

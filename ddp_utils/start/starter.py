@@ -229,10 +229,8 @@ def _fresh(preload: list[str], forks: bool) -> ServerHandle:
 
 
 def _test_runner() -> list[str]:
-    """Return what ranks of a test need, where tests run here: pytest, and what DDP loads."""
-    names = [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
-    wraps = names and "ddp_utils.models.wrap" in sys.modules
-    return [*names, "torch._dynamo"] if wraps else names
+    """Return what ranks of a test need, where tests run here."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "pluggy")]
 
 
 def _imports_of_main() -> list[str]:

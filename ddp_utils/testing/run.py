@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ddp_utils.ground._torch_private import load_what_ddp_loads
 from ddp_utils.launching import Options, start_ranks
 from ddp_utils.start.supervise import JobStopped
 
@@ -43,12 +40,7 @@ def start(
     options: Options,
     time_limit: float | None,
 ) -> list[R]:
-    """Start ranks for a test; where models are wrapped, load here once what that loads.
-
-    A process with other threads is not forked, and what it loads is of no use to the ranks.
-    """
-    if "ddp_utils.models.wrap" in sys.modules and threading.active_count() == 1:
-        load_what_ddp_loads()
+    """Start ranks for a test, and return what they return also where they were stopped."""
     try:
         return start_ranks(fn, args, kwargs, options, all_results=True, time_limit=time_limit)
     except JobStopped as stopped:

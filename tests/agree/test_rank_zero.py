@@ -311,10 +311,10 @@ def test_a_rank_zero_that_has_left_is_not_waited_for() -> None:
     assert text.startswith("AbsentRanksError: rank 0 has returned without coming to rank_zero_fir")
 
 
-def be_on_two_machines() -> list[Any]:
+def be_on_two_machines(num_nodes: int) -> list[Any]:
     """Say that each pair of ranks is a machine of its own, and go first on each."""
     rank = get_rank()
-    world = World(rank, 4, rank % 2, 2, rank // 2, 2, "torchrun")
+    world = World(rank, 4, rank % 2, 2, rank // 2, num_nodes, "torchrun")
     world_module.SIMULATED.set(world)
     order = []
     with rank_zero_first(local=True):
@@ -330,13 +330,16 @@ def be_on_two_machines() -> list[Any]:
             raise LookupError("on machine 1 alone")
         return f"of {get_rank()}"
 
-    return [order, rank_zero_only(get_rank, local=True)(), error_of(name)]
+    own = rank_zero_only(get_rank, broadcast=True, local=True)()
+    return [order, rank_zero_only(get_rank, local=True)(), error_of(name), own]
 
 
-def test_with_local_each_machine_has_its_own_rank_zero() -> None:
-    results = run_distributed(be_on_two_machines, world_size=4)
+@pytest.mark.parametrize("num_nodes", [2, 3])  # some launchers leave it to be guessed
+def test_with_local_each_machine_has_its_own_rank_zero(num_nodes: int) -> None:
+    results = run_distributed(be_on_two_machines, num_nodes, world_size=4)
     assert [result[0] for result in results] == [[1], [2], [1], [2]]
     assert [result[1] for result in results] == [0, None, 2, None]
+    assert [result[3] for result in results] == [0, 0, 2, 2]
     assert results[2][2] == "LookupError: on machine 1 alone"
     for rank in (0, 1, 3):
         assert results[rank][2].startswith("RankZeroError: rank 2 raised in the rank_zero_only")

@@ -44,21 +44,6 @@ def test_prefix_gives_whole_lines_of_every_kind(script: Callable[..., Any]) -> N
     assert sorted(done.stderr.splitlines()) == ["[rank 1] stderr 1", "stderr 0"]
 
 
-def test_an_unbuffered_interpreter_has_unbuffered_ranks(script: Callable[..., Any]) -> None:
-    train = script("""
-        import sys
-        import ddp_utils
-
-        def main():
-            return sys.stdout.write_through, sys.stderr.write_through
-
-        if __name__ == "__main__":
-            print(*ddp_utils.launch(main), sep="\\n")
-        """)
-    assert train.run(PYTHONUNBUFFERED="1").stdout.splitlines() == ["(True, True)"] * 2
-    assert train.run(PYTHONUNBUFFERED="").stdout.splitlines() == ["(False, False)"] * 2
-
-
 def test_rank_zero_writes_the_others_to_files(script: Callable[..., Any], tmp_path: Path) -> None:
     done = script(TALK).run(
         "fail", DDP_UTILS_OUTPUT="rank_zero", DDP_UTILS_LOG_DIR=str(tmp_path / "logs")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -20,6 +18,7 @@ from ddp_utils.data.resumable import ResumableSampler, describe
 from ddp_utils.data.samplers import ShardedSampler
 from ddp_utils.data.shares import share
 from ddp_utils.ground.errors import RanksDisagreeError
+from ddp_utils.ground.trees import flatten, paths_of, unflatten
 from ddp_utils.talk.collectives import all_gather
 from ddp_utils.world.world import get_rank, get_world_size
 
@@ -50,7 +49,8 @@ def gather_in_order(
         wrapped sampler comes in the order in which it was drawn.
 
     Raises:
-        RanksDisagreeError: On every rank, if the predictions of one do not fit its share.
+        RanksDisagreeError: On every rank, if the predictions of one do not fit its share, or
+            differ from another's in structure, dtype or a row's shape.
         TypeError: The sampler was not made by this package, or deals out batches.
 
     Example:
@@ -61,11 +61,7 @@ def gather_in_order(
         {'square': tensor([ 0,  1,  4,  9, 16])}
     """
     turns = _sampler_of(sampler)
-    turns.progress.settle()
-    problem = _problem(tree, turns)
-    walk = turns.progress.walked
-    has_rows = problem is None and walk is not None and len(_keys(turns, walk, get_rank()))
-    brought = all_gather(_Brought(problem, tree if has_rows else None))
+    brought = all_gather(_bring(tree, turns))
     problems = [theirs.problem for theirs in brought if theirs.problem is not None]
     if problems:
         raise RanksDisagreeError(
@@ -74,18 +70,17 @@ def gather_in_order(
         )
     if dst is not None and dst != get_rank():
         return None
+    walk = turns.progress.newest_complete()
     assert walk is not None
-    trees = [theirs.tree for theirs in brought]
-    keys = [_keys(turns, walk, rank) for rank in range(len(trees))]
-    filled = [rank for rank in range(len(trees)) if len(keys[rank])]
-    paths = {rank: sorted(path for path, _ in _leaves(trees[rank])) for rank in filled}
-    odd = [rank for rank in filled if paths[rank] != paths[filled[0]]]
-    if odd:
-        raise RanksDisagreeError(
-            f"gather_in_order over {describe(turns.dataset)}: rank {odd[0]} has {paths[odd[0]]}, "
-            f"rank {filled[0]} has {paths[filled[0]]}. Bring the same structure on every rank."
-        )
-    return _join([trees[rank] for rank in filled], [keys[rank] for rank in filled])  # type: ignore[no-any-return]
+    keys = [_keys(turns, walk, rank) for rank in range(len(brought))]
+    filled = [rank for rank in range(len(brought)) if len(keys[rank])]
+    trees = {rank: flatten(brought[rank].tree, lists_are_leaves=True) for rank in filled}
+    _require_alike(trees, describe(turns.dataset))
+    order = _order_of([keys[rank] for rank in filled])
+    first = filled[0]
+    rows = zip(*(leaves for _, leaves in trees.values()), strict=True)
+    joined = [_join(of_leaf, order) for of_leaf in rows]
+    return unflatten(brought[first].tree, trees[first][0], joined)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -109,21 +104,28 @@ def _sampler_of(sampler: object) -> ResumableSampler:
     return turns
 
 
-def _problem(tree: Any, turns: ResumableSampler) -> str | None:
-    """Return what is wrong with this rank's predictions, None if nothing is."""
+def _bring(tree: Any, turns: ResumableSampler) -> _Brought:
     rank = get_rank()
     if turns.num_replicas != get_world_size():
-        return f"rank {rank} has a sampler made for {turns.num_replicas} ranks"
-    if turns.progress.walked is None:
-        return f"rank {rank} has not walked {describe(turns.dataset)} to its end"
-    share = len(_keys(turns, turns.progress.walked, rank))
-    for path, leaf in _leaves(tree) if share else ():
-        rows = _rows(leaf)
+        return _Brought(f"rank {rank} has a sampler made for {turns.num_replicas} ranks", None)
+    try:
+        walk = turns.progress.newest_complete()
+    except LookupError as error:
+        return _Brought(f"rank {rank} {error}", None)
+    if walk is None:
+        return _Brought(f"rank {rank} has not walked {describe(turns.dataset)} to its end", None)
+    share = len(_keys(turns, walk, rank))
+    if not share:
+        return _Brought(None, None)
+    structure, leaves = flatten(tree, lists_are_leaves=True)
+    for path, leaf in zip(paths_of(structure), leaves, strict=True):
+        rows, at = _rows(leaf), path or "the root"
         if rows is None:
-            return f"rank {rank} has a {type(leaf).__name__} at {path or 'the root'}, without rows"
+            problem = f"rank {rank} has a {type(leaf).__name__} at {at}, without rows"
+            return _Brought(problem, None)
         if rows != share:
-            return f"rank {rank} has {rows} rows at {path or 'the root'}, for {share} samples"
-    return None
+            return _Brought(f"rank {rank} has {rows} rows at {at}, for {share} samples", None)
+    return _Brought(None, tree)
 
 
 def _rows(leaf: Any) -> int | None:
@@ -152,54 +154,44 @@ def _bounds(positions: range) -> tuple[int, int, int]:
     return positions.start, positions.stop, positions.step
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree in which lists are leaves, with their paths."""
-    children = _children(tree)
-    if children is None:
-        yield path, tree
-    else:
-        for key, child in children:
-            yield from _leaves(child, f"{path}[{key!r}]")
+def _require_alike(trees: Mapping[int, tuple[Any, list[Any]]], dataset: str) -> None:
+    """Raise unless the rows of all ranks, given by rank, can be joined leaf by leaf."""
+    terms = {
+        rank: dict(zip(paths_of(structure), map(_terms, leaves), strict=True))
+        for rank, (structure, leaves) in trees.items()
+    }
+    first, expected = next(iter(terms.items()))
+    for rank, found in terms.items():
+        if found == expected:
+            continue
+        path = next(p for p in {**expected, **found} if expected.get(p) != found.get(p))
+        raise RanksDisagreeError(
+            f"gather_in_order over {dataset}: at {path or 'the root'}, rank {first} has "
+            f"{expected.get(path, 'nothing')} and rank {rank} has {found.get(path, 'nothing')}. "
+            "Bring the same structure, dtypes and shapes of rows on every rank."
+        )
 
 
-def _map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return a tree of ``fn(leaf, *its leaves in other trees)``; lists are leaves."""
-    children = _children(tree)
-    if children is None:
-        return fn(tree, *others)
-    twins = [dict(_children(other) or ()) for other in others]
-    new = {key: _map(fn, child, *(twin[key] for twin in twins)) for key, child in children}
-    if isinstance(tree, tuple):
-        return type(tree)(*new.values()) if hasattr(tree, "_fields") else type(tree)(new.values())
-    if isinstance(tree, Mapping):
-        mapping: Any = copy.copy(tree)
-        mapping.update(new)
-        return mapping
-    return dataclasses.replace(tree, **new)
+def _terms(leaf: Any) -> str:
+    """Return what the rows of a leaf must have in common on all ranks."""
+    if isinstance(leaf, list):
+        return "a list"
+    kind = "a tensor" if isinstance(leaf, torch.Tensor) else "an array"
+    return f"{kind} of {leaf.dtype} with rows of shape {tuple(leaf.shape[1:])}"
 
 
-def _children(node: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(node, Mapping):
-        return list(node.items())
-    if isinstance(node, tuple):
-        return list(enumerate(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
-    return None
-
-
-def _join(trees: Sequence[Any], keys: Sequence[npt.NDArray[np.int64]]) -> Any:
-    """Return one tree with the rows of all ranks in the order of their keys."""
+def _order_of(keys: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Return the places, in the joined rows of all ranks, of the rows by ascending key."""
     where = np.concatenate(keys)
     order = np.argsort(where, kind="stable")
-    order = order[np.searchsorted(where[order], 0) :]
+    return order[np.searchsorted(where[order], 0) :]
 
-    def join(*leaves: Any) -> Any:
-        if isinstance(leaves[0], torch.Tensor):
-            return torch.cat(leaves)[torch.from_numpy(order).to(leaves[0].device)]
-        if isinstance(leaves[0], np.ndarray):
-            return np.concatenate(leaves)[order]
-        rows = list(chain.from_iterable(leaves))
-        return [rows[at] for at in order]
 
-    return _map(join, *trees)
+def _join(rows: Sequence[Any], order: npt.NDArray[np.int64]) -> Any:
+    """Return the rows of all ranks as one leaf, in an order."""
+    if isinstance(rows[0], torch.Tensor):
+        return torch.cat(list(rows))[torch.from_numpy(order).to(rows[0].device)]
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)[order]
+    together = list(chain.from_iterable(rows))
+    return [together[at] for at in order]

@@ -165,11 +165,29 @@ class Progress:
         looked at it alone.
         """
         walk = self.walk
-        if walk is None or not walk.is_complete:
+        if walk is None or walk.is_look or not walk.is_complete:
             return
         self.walked = walk
-        if not (walk.is_look or self._epoch_was_set):
+        if not self._epoch_was_set:
             self.finish(walk)
+
+    def newest_complete(self) -> Walk | None:
+        """Return the newest pass that got everything, None if there was none.
+
+        Raises:
+            LookupError: There are two that it may be.
+        """
+        self.settle()
+        look = self.walk
+        if look is None or not look.is_complete:
+            return self.walked
+        if self.walked is not None and look.epoch != self.walked.epoch and self._order_changes:
+            raise LookupError(
+                f"has walked epoch {self.walked.epoch} of {self._name} and then taken the only "
+                f"batch of epoch {look.epoch}, and of which of the two these rows are cannot be "
+                "told"
+            )
+        return look
 
     def finish(self, walk: Walk) -> None:
         """Note that a pass was walked to its end: the next one is of the next epoch."""

@@ -39,17 +39,17 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield from zip(paths_of(structure, path), leaves, strict=True)
 
 
-def flatten(tree: Any) -> tuple[Hashable, list[Any]]:
+def flatten(tree: Any, *, lists_are_leaves: bool = False) -> tuple[Hashable, list[Any]]:
     """Return the tree's structure and its leaves, in canonical order.
 
     The structure is hashable: None for a leaf, else the steps of the paths from here, the keys,
-    and the structures that they lead to.
+    and the structures that they lead to. ``lists_are_leaves`` where a list holds rows.
 
     >>> flatten({"b": 1, "a": (2,)})
     ((("['a']", "['b']"), ('a', 'b'), ((('[0]',), range(0, 1), (None,)), None)), [2, 1])
     """
     leaves: list[Any] = []
-    return _flatten(tree, leaves), leaves
+    return _flatten(tree, leaves, _BUT_LISTS if lists_are_leaves else _SPLITTERS), leaves
 
 
 def unflatten(tree: Any, structure: Any, leaves: Sequence[Any]) -> Any:
@@ -106,14 +106,14 @@ def _split(node: Any) -> tuple[Steps | None, Sequence[Any], Sequence[Any]]:
     return (None, (), ()) if splitter is None else splitter(node)
 
 
-def _flatten(node: Any, leaves: list[Any]) -> Any:
-    splitter = _SPLITTERS[type(node)]
+def _flatten(node: Any, leaves: list[Any], splitters: _Splitters) -> Any:
+    splitter = splitters[type(node)]
     if splitter is None:
         leaves.append(node)
         return None
     steps, keys, children = splitter(node)
-    if any(_SPLITTERS[kind] for kind in set(map(type, children))):
-        return steps, keys, tuple([_flatten(child, leaves) for child in children])
+    if any(splitters[kind] for kind in set(map(type, children))):
+        return steps, keys, tuple([_flatten(child, leaves, splitters) for child in children])
     leaves += children  # the common case, and this makes it fast
     return steps, keys, (None,) * len(steps)
 
@@ -133,8 +133,13 @@ def _unflatten(node: Any, structure: Any, leaves: Iterator[Any]) -> Any:
 class _Splitters(dict[type, "Splitter | None"]):
     """What splits the containers of a type, found once for each; None for a leaf's type."""
 
+    def __init__(self, *, lists_are_leaves: bool = False) -> None:
+        super().__init__()
+        self.lists_are_leaves = lists_are_leaves
+
     def __missing__(self, kind: type) -> Splitter | None:
-        self[kind] = splitter = _splitter_for(kind)
+        is_leaf = self.lists_are_leaves and issubclass(kind, list)
+        self[kind] = splitter = None if is_leaf else _splitter_for(kind)
         return splitter
 
 
@@ -155,6 +160,7 @@ def _splitter_for(kind: type) -> Splitter | None:
 
 
 _SPLITTERS = _Splitters()
+_BUT_LISTS = _Splitters(lists_are_leaves=True)
 
 
 def _split_mapping(node: Mapping[Any, Any]) -> tuple[Steps, tuple[Any, ...], list[Any]]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from ddp_utils import (
+    RanksDisagreeError,
     all_reduce_mean,
     all_reduce_sum,
     gather_in_order,
@@ -118,6 +119,10 @@ def mistakes() -> list[str]:
     failing(torch.zeros(4), loader)
     failing({"loss": 0.5}, sampler)
     failing({f"key {sampler.rank}": torch.zeros(len(sampler))}, sampler)
+    width = 2 + sampler.rank
+    failing((torch.zeros(len(sampler), width), list(sampler)), sampler)
+    zeros = np.zeros(len(sampler), np.float32)
+    failing([torch.from_numpy(zeros), zeros][sampler.rank], sampler)
     failing([], DataLoader(range(3)))  # type: ignore[arg-type]
     failing([], make_loader(range(4), batch_sampler=shard_batch_sampler([[1], [2]])))
     return messages
@@ -152,10 +157,44 @@ def test_one_ranks_mistake_is_every_ranks_error() -> None:
             "rank 0 has not walked range(0, 7) to its end",
             "rank 1 has 4 rows at the root, for 3 samples",
             "rank 0 has a float at ['loss'], without rows",
-            "the same structure",
+            "at ['key 0'], rank 0 has a tensor of torch.float32 with rows of shape () and rank 1 "
+            "has nothing",
+            "at [0], rank 0 has a tensor of torch.float32 with rows of shape (2,) and rank 1 has a "
+            "tensor of torch.float32 with rows of shape (3,)",
+            "rank 1 has an array of float32",
             "needs a sampler made by make_sampler",
             "needs a sampler made by make_sampler",
         ],
         strict=True,
     ):
         assert words in message
+
+
+def looks() -> str:
+    """One rank looks at the only batch of its share, before and after the pass of an epoch."""
+    loader = make_loader(range(8), 4, shuffle=True, seed=0)
+    rank = loader.sampler.rank  # type: ignore[attr-defined]
+    if rank == 0:
+        next(iter(loader))
+    mine = [int(s) for batch in loader for s in batch]
+    assert gather_in_order(mine, loader) == list(range(8))
+    if rank == 0:
+        next(iter(loader))
+    with pytest.raises(RanksDisagreeError) as caught:
+        gather_in_order(mine, loader)
+    mine = [int(s) for batch in loader for s in batch]
+    assert gather_in_order(mine, loader) == list(range(8))
+    return str(caught.value)
+
+
+def test_a_look_at_a_whole_share_is_never_taken_for_the_pass_before_it() -> None:
+    zero, one = run_distributed(looks, world_size=2)
+    assert zero == one
+    words = "rank 0 has walked epoch 0 of range(0, 8) and then taken the only batch of epoch 1"
+    assert words in zero
+
+
+def test_a_pass_of_one_batch_may_be_one_call_of_next() -> None:
+    loader = make_loader(range(3), 4, shuffle=True, seed=0)
+    for _ in range(2):
+        assert gather_in_order([int(s) for s in next(iter(loader))], loader) == [0, 1, 2]

@@ -23,6 +23,7 @@ import pytest
 
 from ddp_utils import process_group
 from ddp_utils.start.verdict import comes_from_a_lost_peer
+from ddp_utils.testing.found_plugins import arguments_for_rank
 from ddp_utils.testing.records import Exit, Files, Phase, Subtest, Trouble, Warned
 from ddp_utils.world.world import get_rank, get_world_size
 
@@ -41,6 +42,8 @@ class Request:
     """The test's file as an absolute path, then the rest of its node id."""
     options: dict[str, Any]
     """The parent's options, as far as they make sense in a rank."""
+    plugins: dict[str, str] | None
+    """The installed plugins that the parent has found, by name."""
     folder: str
     """Where the files of all ranks are."""
     tmp: str
@@ -197,7 +200,9 @@ class _Session:
         # A rank that was not forked from pytest has imported this package without its hook.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
         options["pythonwarnings"] = [*(options.get("pythonwarnings") or []), ignored]
-        config = pytest.Config.fromdictargs(options, [self._request.test, "-p", "no:terminal"])
+        with arguments_for_rank(self._request.plugins) as arguments:
+            arguments = [self._request.test, "-p", "no:terminal", *arguments]
+            config = pytest.Config.fromdictargs(options, arguments)
         config.workerinput = self._request.workerinput  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
         config.pluginmanager.register(self, "ddp_utils-in-rank")

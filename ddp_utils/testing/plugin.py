@@ -170,6 +170,7 @@ def _start(
     """Start the ranks and wait for them; return how the job failed, if it did."""
     from ddp_utils.ground.errors import RankFailedError, StartError
     from ddp_utils.launching import Options
+    from ddp_utils.testing.found_plugins import found_by
     from ddp_utils.testing.in_rank import Request, run_test
     from ddp_utils.testing.run import start
 
@@ -178,6 +179,7 @@ def _start(
     request = Request(
         test="::".join([str(item.path), item.nodeid.partition("::")[2]]),
         options=_options(item.config),
+        plugins=found_by(item.config),
         folder=folder,
         tmp=base,
         captures=option.capture in ("fd", "sys") and not debugs,

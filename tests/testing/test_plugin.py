@@ -684,3 +684,25 @@ def test_loading_the_plugin_costs_next_to_nothing() -> None:
 def test_a_suite_without_the_mark_does_not_load_torch(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it():\n    import sys\n    assert 'torch' not in sys.modules")
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("method", ["auto", "spawn"])
+def test_ranks_have_the_plugins_of_their_parent(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """By their names; a plugin that the ini file requires counts as there; children look anew."""
+    monkeypatch.setenv("DDP_UTILS_START_METHOD", method)
+    pytester.makeini("[pytest]\nrequired_plugins = pytest-timeout\ntimeout = 50")
+    result = run(
+        """
+        def test_plugins(pytestconfig):
+            assert pytestconfig.pluginmanager.hasplugin("timeout")
+            assert pytestconfig.pluginmanager.hasplugin("xdist")
+            assert not pytestconfig.pluginmanager.hasplugin("anyio")
+            assert pytestconfig.getini("timeout") == "50"
+            assert "PYTEST_DISABLE_PLUGIN_AUTOLOAD" not in os.environ
+        """,
+        *("-p", "no:anyio"),
+        fresh=True,
+    )
+    result.assert_outcomes(passed=1)

@@ -1,0 +1,64 @@
+"""Which installed plugins does pytest load in a rank? Those that its parent has found.
+
+Looking for them is a quarter of the time that a rank needs for a small test: pytest reads the
+metadata of everything that is installed, and that twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+
+__all__ = ["arguments_for_rank", "found_by"]
+
+AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+
+_handed: dict[str, str] = {}
+"""Names of plugins and of their modules, to be registered when this module is."""
+
+
+def found_by(config: pytest.Config) -> dict[str, str] | None:
+    """Return the names and modules of the installed plugins; None if one is no module."""
+    manager = config.pluginmanager
+    plugins = [plugin for plugin, _ in manager.list_plugin_distinfo()]
+    if not all(isinstance(plugin, ModuleType) for plugin in plugins):
+        return None
+    names = {plugin.__name__: manager.get_name(plugin) for plugin in plugins}
+    return {name: module for module, name in names.items() if name is not None}
+
+
+@contextmanager
+def arguments_for_rank(plugins: Mapping[str, str] | None) -> Iterator[list[str]]:
+    """Give pytest's arguments for a configuration made inside the block, with these plugins.
+
+    Where they cannot be handed over, pytest looks for them once more: that is so in a rank that
+    was not forked from pytest, where importing them is still to be done, and asserts rewritten.
+    """
+    if plugins is None or not all(module in sys.modules for module in plugins.values()):
+        yield []
+        return
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "1"
+    _handed.update(plugins)
+    try:
+        # The parent has seen to what an ini file requires; pytest could not tell any more.
+        yield ["-p", __name__, "-o", "required_plugins="]
+    finally:
+        _handed.clear()
+        if before is None:
+            del os.environ[AUTOLOAD]
+        else:
+            os.environ[AUTOLOAD] = before
+
+
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    """Register the plugins where pytest would: before it reads the command line."""
+    if plugin is sys.modules[__name__]:
+        for name, module in _handed.items():
+            if not manager.hasplugin(name):
+                manager.register(sys.modules[module], name)

@@ -25,11 +25,14 @@ _handed: dict[str, str] = {}
 def found_by(config: pytest.Config) -> dict[str, str] | None:
     """Return the names and modules of the installed plugins; None if one is no module."""
     manager = config.pluginmanager
-    plugins = [plugin for plugin, _ in manager.list_plugin_distinfo()]
-    if not all(isinstance(plugin, ModuleType) for plugin in plugins):
-        return None
-    names = {plugin.__name__: manager.get_name(plugin) for plugin in plugins}
-    return {name: module for module, name in names.items() if name is not None}
+    found: dict[str, str] = {}
+    for plugin, _ in manager.list_plugin_distinfo():
+        name = manager.get_name(plugin)
+        if not isinstance(plugin, ModuleType):
+            return None
+        if name is not None:
+            found[name] = plugin.__name__
+    return found
 
 
 @contextmanager

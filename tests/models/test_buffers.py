@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_utils import RanksDisagreeError, accumulate, check_in_sync, unwrap, wrap_ddp
+from ddp_utils import RanksDisagreeError, accumulate, all_gather, check_in_sync, unwrap, wrap_ddp
 from ddp_utils.models.buffers import Held, Message
 from ddp_utils.testing import run_distributed
 
@@ -58,23 +58,19 @@ def buffers_of(model: Any) -> dict[str, Any]:
     return {name: b.tolist() for name, b in unwrap(model).named_buffers()}
 
 
-def train_buffered(steps: int = 5) -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_changed_buffers_are_the_same_after_every_forward() -> None:
     model: Any = wrap_ddp(Buffered())
     model.frozen.eval()
     found = []
-    for step in range(steps):
+    for step in range(5):
         model.zero_grad()
         model(batch(step)).square().sum().backward()
         check_in_sync(model)
         found.append(buffers_of(model))
     planned = model._buffers_of_all._planned
-    return [found, sorted(planned)]
-
-
-def test_changed_buffers_are_the_same_after_every_forward() -> None:
-    ours, theirs = run_distributed(train_buffered)
+    ours, theirs = all_gather((found, sorted(planned)))
     assert ours == theirs
-    found, planned = ours
     changing = {"in_place", "anew", "flags", "phase", "count"}
     layers = {f"norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
     assert set(planned) >= changing | layers
@@ -100,7 +96,8 @@ def test_the_values_are_rank_zeros() -> None:
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(values))
 
 
-def plain_and_ours() -> list[bool]:
+@pytest.mark.distributed(world_size=2)
+def test_in_plain_torch_each_rank_would_save_another_model() -> None:
     found = []
     for wrap in (DistributedDataParallel, wrap_ddp):
         model = wrap(Buffered())
@@ -108,14 +105,10 @@ def plain_and_ours() -> list[bool]:
         everybodys: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybodys, buffers_of(model))
         found.append(everybodys[0] == everybodys[1])
-    return found
+    assert found == [False, True]
 
 
-def test_in_plain_torch_each_rank_would_save_another_model() -> None:
-    assert run_distributed(plain_and_ours) == [[False, True]] * 2
-
-
-def counted(calls: list[str]) -> None:
+def counted(calls: list[str], patch: pytest.MonkeyPatch) -> None:
     """Count the collectives that are called from now on."""
     for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"):
         original = getattr(dist, name)
@@ -124,10 +117,13 @@ def counted(calls: list[str]) -> None:
             calls.append(_name)
             return _original(*args, **kwargs)
 
-        setattr(dist, name, spy)
+        patch.setattr(dist, name, spy)
 
 
-def one_message_per_step() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_one_small_message_in_a_step_and_none_in_evaluation_or_accumulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model: Any = wrap_ddp(Buffered())
     unbuffered: Any = wrap_ddp(nn.Linear(2, 2))
     constant: Any = wrap_ddp(Buffered().eval())
@@ -135,7 +131,7 @@ def one_message_per_step() -> list[Any]:
         model(batch(step)).sum().backward()
         unbuffered(batch(step)).sum().backward()
     calls: list[str] = []
-    counted(calls)
+    counted(calls, monkeypatch)
     found = []
     for each in (model, unbuffered):
         each(batch(9)).sum().backward()
@@ -148,11 +144,7 @@ def one_message_per_step() -> list[Any]:
         with accumulate(model, step, every=4):
             model(batch(step)).sum().backward()
     found.append(calls.copy())
-    return found
-
-
-def test_one_small_message_in_a_step_and_none_in_evaluation_or_accumulation() -> None:
-    assert run_distributed(one_message_per_step) == [[["all_reduce"], [], [], []]] * 2
+    assert found == [["all_reduce"], [], [], []]
 
 
 class OnSomeRanks(nn.Module):
@@ -170,7 +162,8 @@ class OnSomeRanks(nn.Module):
         return self.layer(x)
 
 
-def changed_by_some() -> list[Any]:
+@pytest.mark.distributed(world_size=3)
+def test_a_buffer_that_one_rank_changes_is_rank_zeros_on_all() -> None:
     found = []
     for rank in range(dist.get_world_size()):
         model = wrap_ddp(OnSomeRanks(rank))
@@ -178,11 +171,7 @@ def changed_by_some() -> list[Any]:
             model(batch(step)).sum().backward()
             check_in_sync(model)
         found.append(buffers_of(model)["hits"])
-    return found
-
-
-def test_a_buffer_that_one_rank_changes_is_rank_zeros_on_all() -> None:
-    assert run_distributed(changed_by_some, world_size=3) == [[[4, 4], [0, 0], [0, 0]]] * 3
+    assert found == [[4, 4], [0, 0], [0, 0]]
 
 
 class LaterOn(OnSomeRanks):
@@ -192,7 +181,8 @@ class LaterOn(OnSomeRanks):
         return super().forward(x) if now else self.layer(x)
 
 
-def read_late() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_without_waiting_for_the_device_a_new_change_is_a_step_late() -> None:
     buffered: Any = wrap_ddp(Buffered())
     later: Any = wrap_ddp(LaterOn(rank=1))
     found = []
@@ -203,13 +193,8 @@ def read_late() -> list[Any]:
         check_in_sync(buffered)
         later(batch(step), now=step == 6 or step >= 9).sum().backward()
         found.append(buffers_of(later)["hits"][0])
-    return found
-
-
-def test_without_waiting_for_the_device_a_new_change_is_a_step_late() -> None:
-    first, second = run_distributed(read_late)
-    assert first == [0] * 12
-    assert second == [0] * 6 + [1, 0, 0, 1, 0, 0]
+    expected = [[0] * 12, [0] * 6 + [1, 0, 0, 1, 0, 0]]
+    assert found == expected[dist.get_rank()]
 
 
 class Caching(nn.Module):
@@ -227,30 +212,23 @@ class Caching(nn.Module):
         return self.layer(x)
 
 
-def growing_buffers() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_buffers_that_come_and_grow() -> None:
     model = wrap_ddp(Caching(own_length=False))
     found = []
     for rows in (2, 3, 3, 5, 6, 6):
         model(batch(rows, rows)).sum().backward()
         check_in_sync(model)
         found.append(buffers_of(model)["cache"])
-    return found
+    assert found == [[1.0] * rows for rows in (2, 3, 3, 5, 6, 6)]
 
 
-def unlike_buffers() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_buffers_of_other_shapes_are_the_same_error_on_all_ranks() -> None:
     model = wrap_ddp(Caching(own_length=True))
     with pytest.raises(RanksDisagreeError) as caught:
         model(batch(rows=2))
-    return str(caught.value)
-
-
-def test_buffers_that_come_and_grow() -> None:
-    expected = [[1.0] * rows for rows in (2, 3, 3, 5, 6, 6)]
-    assert run_distributed(growing_buffers) == [expected] * 2
-
-
-def test_buffers_of_other_shapes_are_the_same_error_on_all_ranks() -> None:
-    ours, theirs = run_distributed(unlike_buffers)
+    ours, theirs = all_gather(str(caught.value))
     assert ours == theirs
     assert "cache: float32 (2,) on rank 0; float32 (3,) on rank 1" in ours
     assert "plain attribute" in ours
@@ -271,20 +249,18 @@ class Shared(nn.Module):
         return self.layer(x)
 
 
-def shared_buffers() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_a_buffer_in_two_places_stays_one() -> None:
     model: Any = wrap_ddp(Shared())
     for step in range(3):
         model(batch(step)).sum().backward()
-    return [model.first is model.part.second, model.first.tolist()]
-
-
-def test_a_buffer_in_two_places_stays_one() -> None:
-    ours, theirs = run_distributed(shared_buffers)
+    assert model.first is model.part.second
+    ours, theirs = all_gather(model.first.tolist())
     assert ours == theirs
-    assert ours[0] is True
 
 
-def without_gradients() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_training_forwards_without_gradients_count_too() -> None:
     model: Any = wrap_ddp(Buffered())
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         for step in range(2):
@@ -292,16 +268,13 @@ def without_gradients() -> list[Any]:
                 out = model(batch(step))
             check_in_sync(model)
     out.sum().backward()
-    return [buffers_of(model), any(b.is_inference() for b in model.buffers())]
-
-
-def test_training_forwards_without_gradients_count_too() -> None:
-    ours, theirs = run_distributed(without_gradients)
+    assert not any(b.is_inference() for b in model.buffers())
+    ours, theirs = all_gather(buffers_of(model))
     assert ours == theirs
-    assert ours[1] is False
 
 
-def normalised() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_two_forwards_of_spectral_norm_and_batch_norm() -> None:
     model: Any = wrap_ddp(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), nn.BatchNorm1d(2)))
     weighted: Any = wrap_ddp(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
     for step in range(3):
@@ -309,30 +282,23 @@ def normalised() -> list[Any]:
             each.zero_grad()
             (each(batch(step)).square().sum() + each(batch(step + 9)).sum()).backward()
             check_in_sync(each)
-    return [buffers_of(model), buffers_of(weighted)]
-
-
-def test_two_forwards_of_spectral_norm_and_batch_norm() -> None:
-    ours, theirs = run_distributed(normalised)
+    ours, theirs = all_gather([buffers_of(model), buffers_of(weighted)])
     assert ours == theirs
 
 
-def joined(sync_buffers: bool) -> list[Any]:
+@pytest.mark.parametrize("sync_buffers", [True, False])
+@pytest.mark.distributed(world_size=2)
+def test_uneven_inputs_by_join(sync_buffers: bool) -> None:
     model: Any = wrap_ddp(Buffered(), sync_buffers=sync_buffers)
     with model.join():
         for step in range(2 + 2 * dist.get_rank()):
             model(batch(step)).square().sum().backward()
-    return [buffers_of(model)]
+    ours, theirs = all_gather(buffers_of(model))
+    assert (ours == theirs) is sync_buffers
 
 
-def test_uneven_inputs_by_join() -> None:
-    ours, theirs = run_distributed(joined, True)
-    assert ours == theirs
-    ours, theirs = run_distributed(joined, False)
-    assert ours != theirs
-
-
-def after_join() -> list[Any]:
+@pytest.mark.distributed(world_size=2, timeout=30)
+def test_after_join_everything_is_as_before() -> None:
     model: Any = wrap_ddp(Buffered())
     for join in (model.join, lambda: Join([model])):
         with join():
@@ -345,15 +311,12 @@ def after_join() -> list[Any]:
         if dist.get_rank() == 0:
             model(batch())  # torch would go on to wait for the others here
         model.train()
-    return [buffers_of(model)]
-
-
-def test_after_join_everything_is_as_before() -> None:
-    ours, theirs = run_distributed(after_join, timeout=30)
+    ours, theirs = all_gather(buffers_of(model))
     assert ours == theirs
 
 
-def with_another_layer() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_layers_may_be_exchanged() -> None:
     model: Any = wrap_ddp(Buffered())
     for step in range(6):
         if step == 3:
@@ -364,27 +327,20 @@ def with_another_layer() -> list[Any]:
         model.zero_grad()
         model(batch(step)).square().sum().backward()
         check_in_sync(model)
-    return [buffers_of(model)]
-
-
-def test_layers_may_be_exchanged() -> None:
-    ours, theirs = run_distributed(with_another_layer)
+    ours, theirs = all_gather(buffers_of(model))
     assert ours == theirs
 
 
-def on_three_ranks() -> list[Any]:
+@pytest.mark.distributed(world_size=3)
+def test_in_a_group_of_some_ranks_its_first_ranks_values_win() -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        return []
+        return
     model = wrap_ddp(Buffered(), process_group=group)
     for step in range(3):
         model(batch(step)).square().sum().backward()
         check_in_sync(model)
-    return [buffers_of(model)]
-
-
-def test_in_a_group_of_some_ranks_its_first_ranks_values_win() -> None:
-    _, ours, theirs = run_distributed(on_three_ranks, world_size=3)
+    ours, theirs = all_gather(buffers_of(model), group=group)
     assert ours == theirs
 
 

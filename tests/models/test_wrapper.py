@@ -21,6 +21,7 @@ from ddp_utils import (
     OneRankSectionError,
     RankFailedError,
     RanksDisagreeError,
+    all_gather,
     check_in_sync,
     make_loader,
     rank_zero_only,
@@ -64,7 +65,8 @@ class Model(nn.Module):
         return self.layer(x) + self.offset
 
 
-def attributes() -> str:
+@pytest.mark.distributed(world_size=1)
+def test_attributes_are_the_models() -> None:
     bare = Model()
     model = wrap_ddp(bare)
     assert model.note == "mine"
@@ -97,14 +99,10 @@ def attributes() -> str:
     with pytest.raises(RuntimeError, match="a property that fails"):
         _ = model.broken
     assert {"layer", "doubled", "no_sync"} <= set(dir(model))
-    return "seen"
 
 
-def test_attributes_are_the_models() -> None:
-    assert run_distributed(attributes, world_size=1) == ["seen"]
-
-
-def torchs_own() -> str:
+@pytest.mark.distributed(world_size=1)
+def test_torchs_own_names_stay_the_wrappers() -> None:
     bare = Model()
     model: Any = wrap_ddp(bare)
     model.require_backward_grad_sync = False
@@ -122,24 +120,16 @@ def torchs_own() -> str:
     bare.buffer_hook = "torch asks for it"
     assert not hasattr(model, "buffer_hook")
     model.eval()(torch.ones(1, 2))
-    return "seen"
 
 
-def test_torchs_own_names_stay_the_wrappers() -> None:
-    assert run_distributed(torchs_own, world_size=1) == ["seen"]
-
-
-def shadow_log() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_shadowed_names_are_logged_once() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ddp_utils.models").addHandler(handler)
     wrap_ddp(Model())
-    return [line for line in lines if "own" in line]
-
-
-def test_shadowed_names_are_logged_once() -> None:
-    first, second = run_distributed(shadow_log)
+    first, second = all_gather([line for line in lines if "own" in line])
     assert len(first) == 1
     assert "unwrap(model).logger" in first[0]
     assert second == []
@@ -155,7 +145,8 @@ def negate(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def copies() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_copies_are_wrapped_models_of_their_own() -> None:
     model = wrap_ddp(Model(), comm_hook=negate)
     model(batch()).sum().backward()
     file = io.BytesIO()
@@ -180,14 +171,11 @@ def copies() -> list[str]:
         assert (unwrap(other).layer.weight.grad == -1).all()
     if dist.get_rank() == 0:  # copying is no collective
         copy.deepcopy(model)
-    return [str(pickle.dumps(unwrap(model))[:1])]
+    assert pickle.dumps(unwrap(model))
 
 
-def test_copies_are_wrapped_models_of_their_own() -> None:
-    run_distributed(copies)
-
-
-def copies_after_a_step() -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_copy_of_a_static_graph_averages_its_gradients() -> None:
     """Copy a model whose graph is static, and which has had the first backward of all."""
     model = wrap_ddp(Model(), static_graph=True)
     model(batch()).sum().backward()
@@ -198,17 +186,14 @@ def copies_after_a_step() -> None:
             check_in_sync(other)
 
 
-def test_a_copy_of_a_static_graph_averages_its_gradients() -> None:
-    run_distributed(copies_after_a_step)
-
-
 class Trainer:
     """What many frameworks hang on the model, and which holds the wrapped model."""
 
     model: nn.Module
 
 
-def copies_in_a_ring() -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_model_that_leads_back_to_its_wrapper_is_copied() -> None:
     bare: Any = Model()
     bare.trainer = Trainer()
     model = bare.trainer.model = wrap_ddp(bare)
@@ -220,20 +205,13 @@ def copies_in_a_ring() -> None:
     check_in_sync(other)
 
 
-def test_a_model_that_leads_back_to_its_wrapper_is_copied() -> None:
-    run_distributed(copies_in_a_ring)
-
-
-def copies_compiled() -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_model_that_was_compiled_in_place_is_copied() -> None:
     model = wrap_ddp(Model())
     model.compile(backend="eager")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(batch()).sum().backward()  # as of any module, the copy is not compiled
         check_in_sync(other)
-
-
-def test_a_model_that_was_compiled_in_place_is_copied() -> None:
-    run_distributed(copies_compiled)
 
 
 def copy_left_behind() -> str:
@@ -256,18 +234,14 @@ def test_a_pickle_that_is_loaded_without_a_group_comes_out_bare() -> None:
     assert model.note == "mine"
 
 
-def copy_what_cannot_be() -> str:
+@pytest.mark.distributed(world_size=1)
+def test_what_belongs_to_its_groups_is_not_copied() -> None:
     for model in (
         wrap_ddp(Model(), process_group=dist.new_group([0])),
         wrap_ddp(Model(), comm_hook="post_local_sgd"),
     ):
         with pytest.raises(TypeError, match=r"copy unwrap\(model\)"):
             copy.deepcopy(model)
-    return "refused"
-
-
-def test_what_belongs_to_its_groups_is_not_copied() -> None:
-    assert run_distributed(copy_what_cannot_be, world_size=1) == ["refused"]
 
 
 class Normed(nn.Module):
@@ -285,7 +259,9 @@ class Normed(nn.Module):
         return self.norm(y)
 
 
-def compiled_ways() -> list[Any]:
+@pytest.mark.slow
+@pytest.mark.distributed(world_size=2)
+def test_compiled_before_and_after_wrapping() -> None:
     made: list[Any] = []
     for way in ("inner", "outer", "in place before", "in place after"):
         torch._dynamo.reset()
@@ -311,16 +287,12 @@ def compiled_ways() -> list[Any]:
         model.eval()
         if dist.get_rank() == 0:
             model(batch())
-    return [float(unwrap(m).mean.sum()) for m in made]
-
-
-@pytest.mark.slow
-def test_compiled_before_and_after_wrapping() -> None:
-    ours, theirs = run_distributed(compiled_ways)
+    ours, theirs = all_gather([float(unwrap(m).mean.sum()) for m in made])
     assert ours == theirs
 
 
-def evaluate_alone_and_unevenly() -> float:
+@pytest.mark.distributed(world_size=2)
+def test_every_rank_evaluates_alone_the_same_model() -> None:
     model = wrap_ddp(Normed())
     model(batch()).sum().backward()
     model.eval()
@@ -333,15 +305,12 @@ def evaluate_alone_and_unevenly() -> float:
     model(batch()).sum().backward()
     check_in_sync(model)
     model.eval()
-    return float(model(torch.ones(2, 2)).sum())
-
-
-def test_every_rank_evaluates_alone_the_same_model() -> None:
-    ours, theirs = run_distributed(evaluate_alone_and_unevenly)
+    ours, theirs = all_gather(model(torch.ones(2, 2)).sum().item())
     assert ours == theirs
 
 
-def walk_an_uneven_loader() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_no_training_while_an_uneven_loader_is_walked() -> None:
     model = wrap_ddp(Normed())
     loader = make_loader(range(3), batch_size=1, pad=False)
     for _ in loader:
@@ -355,16 +324,13 @@ def walk_an_uneven_loader() -> str:
     for _ in walk:
         pass
     model(batch()).sum().backward()
-    return str(caught.value)
+    text = str(caught.value)
+    assert text.startswith(f"rank {dist.get_rank()}: a training forward while ")
+    assert "pad=True" in text
 
 
-def test_no_training_while_an_uneven_loader_is_walked() -> None:
-    for rank, text in enumerate(run_distributed(walk_an_uneven_loader)):
-        assert text.startswith(f"rank {rank}: a training forward while ")
-        assert "pad=True" in text
-
-
-def forward_in_a_section() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_no_training_where_only_one_rank_runs() -> None:
     model = wrap_ddp(Normed())
 
     @rank_zero_only
@@ -374,13 +340,7 @@ def forward_in_a_section() -> str:
     if dist.get_rank() == 0:
         with pytest.raises(OneRankSectionError) as caught:
             train()
-        return str(caught.value)
-    return ""
-
-
-def test_no_training_where_only_one_rank_runs() -> None:
-    text = run_distributed(forward_in_a_section)[0]
-    assert f"rank 0 called a training forward at {__file__}:" in text
+        assert f"rank 0 called a training forward at {__file__}:" in str(caught.value)
 
 
 def part_ways() -> str:
@@ -415,10 +375,8 @@ def test_a_rank_that_raises_in_training_ends_the_job_with_its_error() -> None:
     assert caught.value.rank == 1
 
 
-def is_ddp() -> list[bool]:
-    model = wrap_ddp(nn.Linear(2, 2))
-    return [isinstance(model, DistributedDataParallel), hasattr(model, "no_sync")]
-
-
+@pytest.mark.distributed(world_size=1)
 def test_it_is_a_distributed_data_parallel() -> None:
-    assert run_distributed(is_ddp, world_size=1) == [[True, True]]
+    model = wrap_ddp(nn.Linear(2, 2))
+    assert isinstance(model, DistributedDataParallel)
+    assert hasattr(model, "no_sync")

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_utils import DistributedError, RanksDisagreeError, accumulate, unwrap, wrap_ddp, wrap_dp
+from ddp_utils import (
+    DistributedError,
+    RanksDisagreeError,
+    accumulate,
+    all_gather,
+    unwrap,
+    wrap_ddp,
+    wrap_dp,
+)
 from ddp_utils.models.wrap import placement
 from ddp_utils.testing import run_distributed
 
@@ -96,7 +104,8 @@ def test_several_kinds_of_devices_are_refused() -> None:
         placement([CPU, *gpus(0)], CPU, {})
 
 
-def wrap_alone() -> list[Any]:
+@pytest.mark.distributed(world_size=1)
+def test_at_world_size_one_the_model_is_wrapped_too() -> None:
     model = nn.Linear(2, 2)
     wrapped = wrap_ddp(model)
     frozen = nn.Linear(2, 2).requires_grad_(False)
@@ -104,20 +113,16 @@ def wrap_alone() -> list[Any]:
         wrap_ddp(wrapped)
     with pytest.raises(ValueError, match="already"):
         wrap_ddp(torch.compile(wrapped, backend="eager"))  # type: ignore[arg-type]
-    return [
-        isinstance(wrapped, DistributedDataParallel),
-        wrapped.module is model,
-        wrap_ddp(frozen) is frozen,
-        wrapped.gradient_as_bucket_view,
-        wrap_ddp(nn.Linear(2, 2), gradient_as_bucket_view=False).gradient_as_bucket_view,
-    ]
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.module is model
+    assert wrap_ddp(frozen) is frozen
+    assert wrapped.gradient_as_bucket_view is True
+    copied = wrap_ddp(nn.Linear(2, 2), gradient_as_bucket_view=False)
+    assert copied.gradient_as_bucket_view is False
 
 
-def test_at_world_size_one_the_model_is_wrapped_too() -> None:
-    assert run_distributed(wrap_alone, world_size=1) == [[True, True, True, True, False]]
-
-
-def wrap_on_two() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_all_ranks_start_with_rank_zeros_values() -> None:
     torch.manual_seed(dist.get_rank())
     model = wrap_ddp(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)))
     bare = nn.Linear(2, 2).requires_grad_(False)
@@ -132,18 +137,16 @@ def wrap_on_two() -> list[Any]:
     in_group(torch.ones(1, 2)).sum().backward()
     with pytest.raises(DistributedError, match="2 ranks use wrap_ddp"):
         wrap_dp(nn.Linear(2, 2))
-    return [
+    sums = [
         complex(sum(t.to(torch.complex128).sum() for t in m.state_dict().values()))
         for m in (model, frozen, half, in_group)
     ]
-
-
-def test_all_ranks_start_with_rank_zeros_values() -> None:
-    ours, theirs = run_distributed(wrap_on_two)
+    ours, theirs = all_gather(sums)
     assert ours == theirs
 
 
-def wrap_with_other_options() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_other_arguments_on_one_rank_are_an_error_on_all() -> None:
     first = dist.get_rank() == 0
     options: list[tuple[dict[str, Any], str]] = [
         ({"sync_buffers": first}, "sync_buffers="),
@@ -163,25 +166,20 @@ def wrap_with_other_options() -> list[str]:
     swapped = nn.ModuleDict({n: nn.Linear(1, 1) for n in ("ab" if first else "ba")})
     with pytest.raises(RanksDisagreeError, match=r"order: a\.weight.* on rank 0"):
         wrap_ddp(swapped)
-    return found
-
-
-def test_other_arguments_on_one_rank_are_an_error_on_all() -> None:
-    ours, theirs = run_distributed(wrap_with_other_options)
+    ours, theirs = all_gather(found)
     assert ours == theirs
 
 
-def one_rank_has_no_model() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_trouble_on_one_rank_reaches_all() -> None:
     model: Any = nn.Linear(2, 2) if dist.get_rank() == 0 else None
     with pytest.raises((RanksDisagreeError, TypeError)) as caught:
         wrap_ddp(model)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_trouble_on_one_rank_reaches_all() -> None:
-    other, own = run_distributed(one_rank_has_no_model)
-    assert own.startswith("TypeError: wrap_ddp takes a torch.nn.Module")
-    assert other.startswith("RanksDisagreeError: rank 1 could not take part in wrap_ddp")
+    expected = [
+        "RanksDisagreeError: rank 1 could not take part in wrap_ddp",
+        "TypeError: wrap_ddp takes a torch.nn.Module",
+    ]
+    assert f"{type(caught.value).__name__}: {caught.value}".startswith(expected[dist.get_rank()])
 
 
 def train(wrap: Any, steps: int = 4) -> list[float]:
@@ -220,14 +218,11 @@ def test_wrap_dp_takes_all_visible_devices(monkeypatch: pytest.MonkeyPatch) -> N
     assert moved == [torch.device("cuda", 0)]
 
 
-def nested_windows() -> list[bool]:
+@pytest.mark.distributed(world_size=1)
+def test_accumulation_finds_ddp_inside_other_wrappers() -> None:
     model = wrap_ddp(nn.Linear(1, 1))
     found = []
     for step in range(4):
         with accumulate(torch.compile(model, backend="eager"), step, every=2):  # type: ignore[arg-type]
             found.append(model.require_backward_grad_sync)
-    return found
-
-
-def test_accumulation_finds_ddp_inside_other_wrappers() -> None:
-    assert run_distributed(nested_windows, world_size=1) == [[False, True, False, True]]
+    assert found == [False, True, False, True]

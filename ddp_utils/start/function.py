@@ -21,6 +21,7 @@ from ddp_utils.start.transport import dumps, loads
 __all__ = [
     "Function",
     "Main",
+    "file_mentions_ddp",
     "import_main",
     "mentions_ddp",
     "refer_to",
@@ -163,6 +164,9 @@ def this_main() -> Main | None:
     return Main(None, os.path.abspath(path))
 
 
+DDP_WORDS = (b"wrap_ddp", b"DistributedDataParallel")
+
+
 def mentions_ddp(function: Function) -> bool:
     """Whether the script, or the module of the function, looks as if it wrapped a model.
 
@@ -171,14 +175,19 @@ def mentions_ddp(function: Function) -> bool:
     """
     if "ddp_utils.models.wrap" in sys.modules:
         return True
-    words = (b"wrap_ddp", b"DistributedDataParallel")
-    texts = [function.pickled or b""]
-    for name in {"__main__", function.module} & set(sys.modules):
-        path = getattr(sys.modules[name], "__file__", None) or ""
-        if path.endswith(".py") and os.path.isfile(path):
-            with open(path, "rb") as file:
-                texts.append(file.read())
-    return any(word in text for word in words for text in texts)
+    modules = [sys.modules[name] for name in {"__main__", function.module} & set(sys.modules)]
+    paths = [getattr(module, "__file__", None) or "" for module in modules]
+    pickled = function.pickled or b""
+    return any(word in pickled for word in DDP_WORDS) or any(map(file_mentions_ddp, paths))
+
+
+def file_mentions_ddp(path: str) -> bool:
+    """Whether a Python file looks as if it wrapped a model."""
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        return False
+    with open(path, "rb") as file:
+        text = file.read()
+    return any(word in text for word in DDP_WORDS)
 
 
 importing_main = False

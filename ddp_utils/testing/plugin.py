@@ -170,10 +170,13 @@ def _start(
     """Start the ranks and wait for them; return how the job failed, if it did."""
     from ddp_utils.ground.errors import RankFailedError, StartError
     from ddp_utils.launching import Options
+    from ddp_utils.start.function import file_mentions_ddp
     from ddp_utils.testing.found_plugins import found_by
     from ddp_utils.testing.in_rank import Request, run_test
     from ddp_utils.testing.run import start
 
+    if file_mentions_ddp(str(item.path)):
+        import ddp_utils.models.wrap  # noqa: F401  # so that it is loaded once for all ranks
     option = item.config.option
     debugs = bool(getattr(option, "usepdb", False) or getattr(option, "trace", False))
     request = Request(

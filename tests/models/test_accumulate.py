@@ -179,40 +179,32 @@ def test_masked_windows_give_the_single_process_gradient() -> None:
             assert results[rank][window] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def scales() -> list[float]:
+@pytest.mark.distributed(world_size=2)
+def test_scales_add_up_to_the_world_size() -> None:
     rank = dist.get_rank()
     found = [global_scale(3 if rank else 1), global_scale(torch.tensor(2.0 * rank))]
-    return [*found, global_scale(0)]
+    assert [*found, global_scale(0)] == ([1.5, 2.0, 0.0] if rank else [0.5, 0.0, 0.0])
 
 
-def test_scales_add_up_to_the_world_size() -> None:
-    assert run_distributed(scales) == [[0.5, 0.0, 0.0], [1.5, 2.0, 0.0]]
+def test_alone_the_scale_is_one() -> None:
     assert global_scale(17) == 1.0
     assert global_scale(0) == 0.0
 
 
-def bad_count(bad: Any) -> str:
+@pytest.mark.parametrize("bad", [-1, "many", None, torch.ones(2)])
+@pytest.mark.distributed(world_size=2)
+def test_a_bad_count_is_an_error_on_all_ranks(bad: Any) -> None:
     with pytest.raises((ValueError, RanksDisagreeError)) as caught:
         global_scale(bad if dist.get_rank() else 2)
-    return str(caught.value)
+    assert (str(bad) if dist.get_rank() else "finite count") in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", [-1, "many", None, torch.ones(2)])
-def test_a_bad_count_is_an_error_on_all_ranks(bad: Any) -> None:
-    ours, theirs = run_distributed(bad_count, bad)
-    assert str(bad) in theirs
-    assert "finite count" in ours
-
-
-def inner_error() -> bool:
+@pytest.mark.distributed(world_size=1)
+def test_an_error_inside_leaves_synchronisation_on() -> None:
     model: Any = wrap_ddp(net())
     with pytest.raises(ZeroDivisionError), accumulate(model, 0, every=2):
         raise ZeroDivisionError
-    return bool(model.require_backward_grad_sync)
-
-
-def test_an_error_inside_leaves_synchronisation_on() -> None:
-    assert run_distributed(inner_error, world_size=1) == [True]
+    assert model.require_backward_grad_sync is True
 
 
 def test_an_unwrapped_model_needs_nothing() -> None:

@@ -15,9 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from ddp_utils import RanksDisagreeError, check_in_sync, unwrap, wrap_ddp
+from ddp_utils import RanksDisagreeError, all_gather, check_in_sync, unwrap, wrap_ddp
 from ddp_utils.models import comm_hooks
-from ddp_utils.testing import run_distributed
 
 
 def batch(step: int = 0) -> torch.Tensor:
@@ -48,7 +47,8 @@ class Doubling:
         return default_hooks.allreduce_hook(state, bucket).then(lambda f: f.value() * 2)
 
 
-def all_hooks() -> dict[str, list[float]]:
+@pytest.mark.distributed(world_size=2)
+def test_gradients_travel_by_every_hook() -> None:
     power = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     hooks: dict[str, Any] = {
         "none": None,
@@ -60,11 +60,7 @@ def all_hooks() -> dict[str, list[float]]:
         "partial": functools.partial(powerSGD_hook, power),
         "lambda": lambda state, bucket: default_hooks.allreduce_hook(state, bucket),
     }
-    return {name: gradients(hook) for name, hook in hooks.items()}
-
-
-def test_gradients_travel_by_every_hook() -> None:
-    found, theirs = run_distributed(all_hooks)
+    found, theirs = all_gather({name: gradients(hook) for name, hook in hooks.items()})
     assert found == theirs
     exact = torch.tensor(found["none"])
 
@@ -84,7 +80,10 @@ def test_gradients_travel_by_every_hook() -> None:
     assert found["bf16"] != found["fp16"]
 
 
-def cannot_add() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_a_hook_that_the_backend_cannot_run_is_refused_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,21 +91,20 @@ def cannot_add() -> str:
             raise RuntimeError("Invalid scalar type")
         return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with pytest.raises(ValueError, match="'gloo' on cpu cannot add") as caught:
         wrap_ddp(nn.Linear(2, 2), comm_hook="bf16")
     wrap_ddp(nn.Linear(2, 2), comm_hook="fp16")
-    return str(caught.value)
-
-
-def test_a_hook_that_the_backend_cannot_run_is_refused_at_the_call() -> None:
-    text = run_distributed(cannot_add)[0]
+    text = str(caught.value)
     assert text.startswith("comm_hook='bf16' sends gradients as bfloat16")
     assert "nccl" in text
 
 
-def less_synchronous() -> list[bool]:
-    comm_hooks.WARM_UP = 3
+@pytest.mark.distributed(world_size=2)
+def test_post_local_sgd_lets_ranks_go_their_way_between_averages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comm_hooks, "WARM_UP", 3)
     torch.manual_seed(0)
     model = wrap_ddp(nn.Linear(2, 1), comm_hook="post_local_sgd")
     optimizer = PostLocalSGDOptimizer(
@@ -124,34 +122,24 @@ def less_synchronous() -> list[bool]:
             same.append(True)
         except RanksDisagreeError:
             same.append(False)
-    return same
+    assert same == [True, True, True, True, False, True, False, True, False]
 
 
-def test_post_local_sgd_lets_ranks_go_their_way_between_averages() -> None:
-    expected = [True, True, True, True, False, True, False, True, False]
-    assert run_distributed(less_synchronous) == [expected] * 2
-
-
-def subgroup_of_a_machine() -> list[int]:
-    nodes = dist.get_rank() // 2
-    comm_hooks.get_node_rank = lambda: nodes  # four ranks as if on two machines
+@pytest.mark.distributed(world_size=4)
+def test_post_local_sgd_keeps_machines_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = dist.get_rank() // 2
+    # Four ranks as if on two machines.
+    monkeypatch.setattr(comm_hooks, "get_node_rank", lambda: node)
     state = comm_hooks._local_sgd_state(dist.group.WORLD)
     assert state.post_local_gradient_allreduce
-    return dist.get_process_group_ranks(state.subgroup)
+    assert dist.get_process_group_ranks(state.subgroup) == [[0, 1], [2, 3]][node]
 
 
-def test_post_local_sgd_keeps_machines_together() -> None:
-    assert run_distributed(subgroup_of_a_machine, world_size=4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def hook_and_join() -> list[float]:
+@pytest.mark.distributed(world_size=2)
+def test_hooks_work_under_join() -> None:
     model = wrap_ddp(nn.Linear(2, 2), comm_hook="fp16")
     with model.join():
         for step in range(2 + dist.get_rank()):
             model(batch(step)).sum().backward()
-    return [float(p.detach().sum()) for p in unwrap(model).parameters()]
-
-
-def test_hooks_work_under_join() -> None:
-    ours, theirs = run_distributed(hook_and_join)
+    ours, theirs = all_gather([float(p.detach().sum()) for p in unwrap(model).parameters()])
     assert ours == theirs

@@ -61,7 +61,8 @@ def said(step: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in caught if w.category is RuntimeWarning]
 
 
-def legitimate() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_what_is_right_is_not_complained_of() -> None:
     model: Any = wrap_ddp(Two())
 
     def eval_with_gradients() -> None:
@@ -126,22 +127,15 @@ def legitimate() -> list[str]:
             found += said(step)
             model.zero_grad()
     assert model._watch._steps_left <= 0
-    return found
+    assert found == []
 
 
-def test_what_is_right_is_not_complained_of() -> None:
-    assert run_distributed(legitimate) == [[], []]
-
-
-def opaque_and_unused() -> list[str]:
-    model: Any = wrap_ddp(Two())
-    a, _ = model(batch(), "opaque").outputs
-    return said(lambda: a.sum().backward())
-
-
+@pytest.mark.distributed(world_size=1)
 def test_an_output_that_cannot_be_looked_into_is_left_to_torch() -> None:
     """Its backward cannot be told from an inner one, so nothing is claimed about its end."""
-    assert run_distributed(opaque_and_unused, world_size=1) == [[]]
+    model: Any = wrap_ddp(Two())
+    a, _ = model(batch(), "opaque").outputs
+    assert said(lambda: a.sum().backward()) == []
 
 
 def astray_later() -> list[list[str]]:
@@ -159,7 +153,8 @@ def test_debug_watches_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "did not go through the wrapped model" in found[0]
 
 
-def unfrozen_late() -> list[int]:
+@pytest.mark.distributed(world_size=1)
+def test_parameters_unfrozen_late_are_noticed_once() -> None:
     bare = Two()
     bare.b.requires_grad_(False)
     model: Any = wrap_ddp(bare)
@@ -175,15 +170,12 @@ def unfrozen_late() -> list[int]:
 
         if said(train):
             found.append(step)
-    return found
+    (only,) = found
+    assert only < gradient_watch.LOOK_AGAIN
 
 
-def test_parameters_unfrozen_late_are_noticed_once() -> None:
-    ((step,),) = run_distributed(unfrozen_late, world_size=1)
-    assert step < gradient_watch.LOOK_AGAIN
-
-
-def beside_the_model() -> list[str]:
+@pytest.mark.distributed(world_size=1)
+def test_a_parameter_on_the_wrapper_itself_is_noticed() -> None:
     model: Any = wrap_ddp(Two())
     model.gain = nn.Parameter(torch.ones(1))  # on the wrapper: its model has no such name
 
@@ -191,15 +183,12 @@ def beside_the_model() -> list[str]:
         a, b = model(batch())
         ((a.sum() + b.sum()) * model.gain).backward()
 
-    return said(train)
-
-
-def test_a_parameter_on_the_wrapper_itself_is_noticed() -> None:
-    (found,) = run_distributed(beside_the_model, world_size=1)[0]
+    (found,) = said(train)
     assert "the gradients of 'gain' were not averaged" in found
 
 
-def freed() -> list[bool]:
+@pytest.mark.distributed(world_size=1)
+def test_the_watch_keeps_no_model_alive() -> None:
     model: Any = wrap_ddp(Two())
     a, b = model(batch())
     (a.sum() + b.sum()).backward()
@@ -209,14 +198,11 @@ def freed() -> list[bool]:
     alive = [weakref.ref(p) for p in (*model.parameters(), model.module, model._watch)]
     del model, a, b
     gc.collect()
-    return [ref() is not None for ref in alive]
+    assert not any(ref() is not None for ref in alive)
 
 
-def test_the_watch_keeps_no_model_alive() -> None:
-    assert not any(run_distributed(freed, world_size=1)[0])
-
-
-def shared_parameters() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_a_parameter_in_two_places_counts_once() -> None:
     bare = Two()
     bare.b.weight = bare.a.weight
     model: Any = wrap_ddp(bare)
@@ -224,19 +210,17 @@ def shared_parameters() -> list[str]:
     for _ in range(3):
         a, b = model(batch())
         found += said(lambda: (a.sum() + b.sum()).backward())  # noqa: B023
-    return found
+    assert found == []
 
 
-def test_a_parameter_in_two_places_counts_once() -> None:
-    assert run_distributed(shared_parameters) == [[], []]
-
-
-def ignored_parameters() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_parameters_that_ddp_was_told_to_ignore_are_ignored() -> None:
     bare: Any = Two()
     bare._ddp_params_and_buffers_to_ignore = ["b.weight", "b.bias"]
     model: Any = wrap_ddp(bare)
-    return said(lambda: sum(t.sum() for t in model(batch())).backward())  # type: ignore[union-attr]
 
+    def train() -> None:
+        a, b = model(batch())
+        (a.sum() + b.sum()).backward()
 
-def test_parameters_that_ddp_was_told_to_ignore_are_ignored() -> None:
-    assert run_distributed(ignored_parameters) == [[], []]
+    assert said(train) == []

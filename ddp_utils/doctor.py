@@ -195,7 +195,7 @@ def _start_and_reduce() -> list[Finding]:
             nproc = max(2, devices.visible_devices(devices.accelerator_type()))
             options = Options(nproc=nproc, output="all")
             outcomes = start_ranks(_reduce, (), {}, options, all_results=True, time_limit=90)
-    except (DistributedError, RuntimeError, OSError) as error:
+    except (DistributedError, RuntimeError, OSError, ValueError) as error:
         last = str(error).strip().splitlines()[-1]
         return [Finding("ranks", False, f"could not start and reduce: {last}", str(error))]
     return list(judge_run(outcomes, before))

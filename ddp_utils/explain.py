@@ -41,7 +41,7 @@ def explain(environ: Mapping[str, str]) -> dict[str, Any]:
     report["ignored"] = [asdict(each) for each in found.ignored]
     try:
         report["devices"] = _devices(found, environ)
-    except LauncherError as error:
+    except (LauncherError, ValueError) as error:
         report["error"] = str(error)
     return report
 
@@ -97,7 +97,7 @@ def _lines(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "rank", f"{world['rank']} of {world['world_size']}"
         yield "local rank", f"{world['local_rank']} of {world['local_world_size']}"
         yield "node", f"{world['node_rank']} of {world['num_nodes']}"
-    if world["master_addr"] is not None:
+    if world["master_addr"] is not None and world["master_port"] is not None:
         yield "meeting at", f"{world['master_addr']}, port {world['master_port']}"
     if "devices" in report:
         used = report["devices"]

@@ -23,6 +23,7 @@ from ddp_utils.stores import (
     check_resolves,
     first_line,
     host_store,
+    host_to_try,
     join_store,
     resolve,
     show_presence,
@@ -88,6 +89,7 @@ def _meet(world: World, init_method: str | None, patience: timedelta) -> Meeting
         store, address = join_store(world, patience)
         return Meeting(store, address)
     if world.rank == 0:
+        host_to_try(world, patience)  # an error here too where nobody could find this rank
         store = host_store(world.master_addr, world.master_port)
         stay_until_all_have_left(store, world)
         return Meeting(store, hosted_here=True)

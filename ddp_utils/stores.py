@@ -30,6 +30,7 @@ __all__ = [
     "check_resolves",
     "first_line",
     "host_store",
+    "host_to_try",
     "join_store",
     "listen",
     "notice_a_lost_machine",
@@ -127,7 +128,7 @@ def join_store(world: World, patience: timedelta) -> tuple[dist.TCPStore, str]:
         RendezvousError: see :func:`meet`.
     """
     assert world.master_port is not None
-    host, patience = _host_to_try(world, patience)
+    host, patience = host_to_try(world, patience)
     address = _wait_until_reachable(world, host, patience)
     try:
         store = _in_time(lambda: _client(address, world.master_port or 0), SHORT)
@@ -166,7 +167,7 @@ def _in_time(make: Callable[[], dist.TCPStore], limit: timedelta) -> dist.TCPSto
     return outcome[0]
 
 
-def _host_to_try(world: World, patience: timedelta) -> tuple[str, timedelta]:
+def host_to_try(world: World, patience: timedelta) -> tuple[str, timedelta]:
     """Return the master's host, or under Slurm srun's own address where that does not resolve.
 
     Where node names do not resolve, the address of the machine that ran srun often is that of

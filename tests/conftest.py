@@ -18,7 +18,8 @@ import pytest
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the ranks before a test has made threads, which would make it slow."""
-    if session.items and not session.config.option.collectonly:
+    in_rank = session.config.pluginmanager.has_plugin("ddp_utils-in-rank")
+    if session.items and not session.config.option.collectonly and not in_rank:
         from ddp_utils.start import starter
 
         starter.release(starter.acquire("auto"))

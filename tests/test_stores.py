@@ -74,11 +74,12 @@ def test_a_port_of_another_program_is_an_error_of_the_others(
     assert f"127.0.0.1:{port}" in str(caught.value)
 
 
-def test_an_address_that_does_not_resolve_is_an_error_at_once() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_does_not_resolve_is_an_error_at_once(rank: int) -> None:
     """R13: a misspelt MASTER_ADDR, waited for for half an hour."""
     with pytest.raises(RendezvousError) as caught:
-        meet(place(1, master_addr="no-such-host.invalid", master_port=29500), None, None)
-    for text in ("rank 1 on ", "no-such-host.invalid", "29500", "does not resolve"):
+        meet(place(rank, master_addr="no-such-host.invalid", master_port=29500), None, None)
+    for text in (f"rank {rank} on ", "no-such-host.invalid", "29500", "does not resolve"):
         assert text in str(caught.value)
 
 
@@ -94,10 +95,10 @@ def test_srun_s_own_address_stands_in_for_a_node_name_that_does_not_resolve(
 ) -> None:
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     world = place(1, launcher="slurm", master_addr="no-such-host.invalid", master_port=1)
-    assert stores._host_to_try(world, SECONDS) == ("127.0.0.1", SECONDS)
+    assert stores.host_to_try(world, SECONDS) == ("127.0.0.1", SECONDS)
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")  # the user's own is never replaced
     with pytest.raises(RendezvousError):
-        stores._host_to_try(world, SECONDS)
+        stores.host_to_try(world, SECONDS)
 
 
 def test_the_store_of_one_machine_listens_on_loopback_only() -> None:

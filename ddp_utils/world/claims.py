@@ -88,7 +88,7 @@ def _slurm_step(environ: Environ) -> tuple[Claim | None, dict[str, str]]:
         why = "a batch script, not a task of srun"
     elif not step.isdecimal() or int(step) >= NO_STEP:
         why = "an interactive shell of Slurm, not a task of srun"
-    elif _slurm_size(claim, environ) == 1:
+    elif _slurm_size(claim, environ) == 1 and rank == 0:
         why = "a step of one task, such as srun --pty: nothing to join"
     elif _is_heterogeneous(environ):
         why = "a heterogeneous job, whose ranks RANK and the like tell"

@@ -49,7 +49,10 @@ class Source:
 
 
 def _json_hosts(text: str) -> list[str]:
-    return sorted(json.loads(text))
+    hosts: list[str] = sorted(json.loads(text))
+    if not hosts:
+        raise ValueError("a list of no hosts")
+    return hosts
 
 
 def _place_in_sagemaker(environ: Environ) -> str | None:

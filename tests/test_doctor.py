@@ -226,3 +226,10 @@ def test_shared_memory(free: int, ok: bool) -> None:
 @pytest.mark.parametrize(("soft", "ok"), [(256, False), (1024, True), (-1, True)])
 def test_open_files(soft: int, ok: bool) -> None:
     assert doctor.check_files(soft, 4096).ok is ok
+
+
+@pytest.mark.parametrize("name", ["DDP_UTILS_NPROC", "DDP_UTILS_OVERSUBSCRIBE"])
+def test_a_variable_that_cannot_be_read_is_a_row_of_the_report(name: str) -> None:
+    report = explain({name: "?"})
+    assert report["launcher"] == "none"
+    assert f"{name}='?' cannot be read" in report["error"]

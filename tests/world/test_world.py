@@ -150,6 +150,14 @@ def test_launches(name: str) -> None:
     assert (world.launcher, facts(world)) == (launcher, expected)
 
 
+_ONE_TASK = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "1",
+}
 ERRORS = {
     "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "missing RANK", "MASTER_ADDR"]),
     "RANK alone": ({"RANK": "1"}, ["RANK=1", "missing WORLD_SIZE"]),
@@ -159,6 +167,15 @@ ERRORS = {
     "rank outside": (env.torchrun() | {"RANK": "5"}, ["rank 5 of 4", "RANK=5", "WORLD_SIZE=4"]),
     "negative rank": (env.torchrun() | {"RANK": "-1"}, ["rank -1 of 4"]),
     "local rank outside": (env.torchrun() | {"LOCAL_RANK": "2"}, ["local rank 2 of 2"]),
+    "no hosts": ({"SM_HOSTS": "[]", "SM_CURRENT_HOST": "a"}, ["SM_HOSTS='[]'"]),
+    "task 1 of 1": (
+        {**_ONE_TASK, "SLURM_PROCID": "1"},
+        ["rank 1 of 1", "SLURM_PROCID=1"],
+    ),
+    "task 1 of 1 in one of two components": (
+        {**_ONE_TASK, "SLURM_PROCID": "1", "SLURM_HET_SIZE": "2"},
+        ["heterogeneous", "SLURM_HET_SIZE=2"],
+    ),
     "no number": (env.torchrun() | {"RANK": "one"}, ["RANK='one' is not a whole number"]),
     "no port number": (env.torchrun() | {"MASTER_PORT": "70000"}, ["MASTER_PORT='70000'"]),
     "address with a port": (env.torchrun() | {"MASTER_ADDR": "n1:29500"}, ["MASTER_PORT"]),

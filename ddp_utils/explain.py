@@ -31,7 +31,16 @@ def explain(environ: Mapping[str, str]) -> dict[str, Any]:
         >>> report["launcher"], "OMPI_COMM_WORLD_SIZE" in report["error"]
         (None, True)
     """
-    report: dict[str, Any] = {"format": FORMAT, "launcher": None, "error": None, "world": None}
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "launcher": None,
+        "error": None,
+        "world": None,
+        "decided": {},
+        "assumed": [],
+        "ignored": [],
+        "devices": None,
+    }
     try:
         found = detect(environ)
     except (LauncherError, ValueError) as error:
@@ -99,7 +108,7 @@ def _lines(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "node", f"{world['node_rank']} of {world['num_nodes']}"
     if world["master_addr"] is not None and world["master_port"] is not None:
         yield "meeting at", f"{world['master_addr']}, port {world['master_port']}"
-    if "devices" in report:
+    if report["devices"] is not None:
         used = report["devices"]
         yield "visible", f"{used['visible']} accelerators" if used["visible"] else "the CPU only"
         ranks = ", ".join(f"{i}: {name}" for i, name in enumerate(used["by_local_rank"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, as tests send it, also where a shell has started this in its background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -231,5 +231,6 @@ def test_open_files(soft: int, ok: bool) -> None:
 @pytest.mark.parametrize("name", ["DDP_UTILS_NPROC", "DDP_UTILS_OVERSUBSCRIBE"])
 def test_a_variable_that_cannot_be_read_is_a_row_of_the_report(name: str) -> None:
     report = explain({name: "?"})
+    assert report.keys() == explain({"WORLD_SIZE": "2"}).keys() == explain({}).keys()
     assert report["launcher"] == "none"
     assert f"{name}='?' cannot be read" in report["error"]

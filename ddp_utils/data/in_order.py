@@ -20,6 +20,7 @@ from ddp_utils.data.shares import share
 from ddp_utils.ground.errors import RanksDisagreeError
 from ddp_utils.ground.trees import flatten, paths_of, unflatten
 from ddp_utils.talk.collectives import all_gather
+from ddp_utils.talk.gathering import join_rows, terms_of_rows
 from ddp_utils.world.world import get_rank, get_world_size
 
 T = TypeVar("T")
@@ -61,13 +62,18 @@ def gather_in_order(
         {'square': tensor([ 0,  1,  4,  9, 16])}
     """
     turns = _sampler_of(sampler)
-    brought = all_gather(_bring(tree, turns))
+    trouble: Exception | None = None
+    try:
+        mine = _Brought(None, _fitting(tree, turns))
+    except Exception as error:  # whatever it is, every rank has to learn of it
+        trouble, mine = error, _Brought(f"rank {get_rank()} {error}", None)
+    brought = all_gather(mine)
     problems = [theirs.problem for theirs in brought if theirs.problem is not None]
     if problems:
         raise RanksDisagreeError(
             f"gather_in_order over {describe(turns.dataset)}: {'; '.join(problems)}. Each rank has "
             "to bring one row for every sample that its loader handed out, in that order."
-        )
+        ) from trouble
     if dst is not None and dst != get_rank():
         return None
     walk = turns.progress.newest_complete()
@@ -104,28 +110,29 @@ def _sampler_of(sampler: object) -> ResumableSampler:
     return turns
 
 
-def _bring(tree: Any, turns: ResumableSampler) -> _Brought:
-    rank = get_rank()
+def _fitting(tree: Any, turns: ResumableSampler) -> Any:
+    """Return this rank's predictions, None if it had no samples.
+
+    Raises:
+        LookupError, ValueError: They are not one row for each sample; the message tells what this
+            rank has instead.
+    """
     if turns.num_replicas != get_world_size():
-        return _Brought(f"rank {rank} has a sampler made for {turns.num_replicas} ranks", None)
-    try:
-        walk = turns.progress.newest_complete()
-    except LookupError as error:
-        return _Brought(f"rank {rank} {error}", None)
+        raise ValueError(f"has a sampler made for {turns.num_replicas} ranks")
+    walk = turns.progress.newest_complete()
     if walk is None:
-        return _Brought(f"rank {rank} has not walked {describe(turns.dataset)} to its end", None)
-    share = len(_keys(turns, walk, rank))
+        raise LookupError(f"has not walked {describe(turns.dataset)} to its end")
+    share = len(_keys(turns, walk, get_rank()))
     if not share:
-        return _Brought(None, None)
+        return None
     structure, leaves = flatten(tree, lists_are_leaves=True)
     for path, leaf in zip(paths_of(structure), leaves, strict=True):
         rows, at = _rows(leaf), path or "the root"
         if rows is None:
-            problem = f"rank {rank} has a {type(leaf).__name__} at {at}, without rows"
-            return _Brought(problem, None)
+            raise ValueError(f"has a {type(leaf).__name__} at {at}, without rows")
         if rows != share:
-            return _Brought(f"rank {rank} has {rows} rows at {at}, for {share} samples", None)
-    return _Brought(None, tree)
+            raise ValueError(f"has {rows} rows at {at}, for {share} samples")
+    return tree
 
 
 def _rows(leaf: Any) -> int | None:
@@ -141,8 +148,8 @@ def _keys(turns: ResumableSampler, walk: Walk, rank: int) -> npt.NDArray[np.int6
         at = np.arange(*_bounds(turns.positions(rank, walk.start)), dtype=np.int64)
         where = turns.order(walk.epoch)(at % end)
     else:
-        assert walk.end is not None  # a wrapped sampler that was walked to its end
-        end = walk.end
+        # A pass can be complete by the sampler's length before its sequence was asked for its end.
+        end = len(turns.dataset) if walk.end is None else walk.end  # type: ignore[arg-type]
         positions = share(
             rank, turns.num_replicas, end, walk.start, pad=turns.pad, drop_last=turns.drop_last
         )
@@ -166,18 +173,15 @@ def _require_alike(trees: Mapping[int, tuple[Any, list[Any]]], dataset: str) -> 
             continue
         path = next(p for p in {**expected, **found} if expected.get(p) != found.get(p))
         raise RanksDisagreeError(
-            f"gather_in_order over {dataset}: at {path or 'the root'}, rank {first} has "
-            f"{expected.get(path, 'nothing')} and rank {rank} has {found.get(path, 'nothing')}. "
+            f"gather_in_order over {dataset}: at {path or 'the root'}, rank {first}: "
+            f"{expected.get(path, 'nothing')}, rank {rank}: {found.get(path, 'nothing')}. "
             "Bring the same structure, dtypes and shapes of rows on every rank."
         )
 
 
 def _terms(leaf: Any) -> str:
     """Return what the rows of a leaf must have in common on all ranks."""
-    if isinstance(leaf, list):
-        return "a list"
-    kind = "a tensor" if isinstance(leaf, torch.Tensor) else "an array"
-    return f"{kind} of {leaf.dtype} with rows of shape {tuple(leaf.shape[1:])}"
+    return "list" if isinstance(leaf, list) else terms_of_rows(leaf)
 
 
 def _order_of(keys: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
@@ -189,9 +193,10 @@ def _order_of(keys: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 def _join(rows: Sequence[Any], order: npt.NDArray[np.int64]) -> Any:
     """Return the rows of all ranks as one leaf, in an order."""
-    if isinstance(rows[0], torch.Tensor):
-        return torch.cat(list(rows))[torch.from_numpy(order).to(rows[0].device)]
-    if isinstance(rows[0], np.ndarray):
-        return np.concatenate(rows)[order]
-    together = list(chain.from_iterable(rows))
-    return [together[at] for at in order]
+    if isinstance(rows[0], list):
+        together = list(chain.from_iterable(rows))
+        return [together[at] for at in order]
+    joined = join_rows(rows)
+    if isinstance(joined, torch.Tensor):
+        return joined[torch.from_numpy(order).to(joined.device)]
+    return joined[order]

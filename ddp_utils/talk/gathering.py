@@ -15,7 +15,7 @@ from ddp_utils.talk.circle import gather_uneven, road_for
 from ddp_utils.talk.exchange import PAYLOAD, Answers, Call, Note
 from ddp_utils.talk.parcels import Parcel, pack, unpack
 
-__all__ = ["broadcast_value", "gather_rows", "gather_values"]
+__all__ = ["broadcast_value", "gather_rows", "gather_values", "join_rows", "terms_of_rows"]
 
 CPU = torch.device("cpu")
 
@@ -36,13 +36,15 @@ def gather_rows(tree: Any, group: dist.ProcessGroup | None) -> Any:
         structure, leaves = flatten(tree)
         paths = paths_of(structure)
         rows = [_as_rows(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        terms = {path: _terms(each) for path, each in zip(paths, rows, strict=True)}
+        terms = {path: terms_of_rows(each) for path, each in zip(paths, rows, strict=True)}
         parcel = pack(rows)
         lines = [f"{path}\t{text}" for path, text in terms.items()]
         note, inline = _announced(parcel, digest_of(call.operation, *lines))
     answers = call.exchange(note, inline, lambda: terms)
     by_rank = _gathered(call, parcel, answers)
-    return unflatten(tree, structure, [_join(of_leaf) for of_leaf in zip(*by_rank, strict=True)])
+    return unflatten(
+        tree, structure, [join_rows(of_leaf) for of_leaf in zip(*by_rank, strict=True)]
+    )
 
 
 def broadcast_value(value: Any, src: int, group: dist.ProcessGroup | None) -> Any:
@@ -111,14 +113,16 @@ def _as_rows(path: str, leaf: Any) -> torch.Tensor | np.ndarray[Any, Any] | None
     )
 
 
-def _terms(rows: torch.Tensor | np.ndarray[Any, Any] | None) -> str:
+def terms_of_rows(rows: torch.Tensor | np.ndarray[Any, Any] | None) -> str:
+    """Return what the rows of a leaf must have in common on all ranks."""
     if rows is None:
         return "None"
     kind = "tensor" if isinstance(rows, torch.Tensor) else "array"
     return f"{kind} of {rows.dtype} with rows of shape {tuple(rows.shape[1:])}"
 
 
-def _join(rows: Sequence[Any]) -> Any:
+def join_rows(rows: Sequence[Any]) -> Any:
+    """Return the rows of all ranks as one tensor or array, None for None."""
     if rows[0] is None:
         return None
     return torch.cat(list(rows)) if isinstance(rows[0], torch.Tensor) else np.concatenate(rows)

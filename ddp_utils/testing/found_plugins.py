@@ -6,7 +6,6 @@ metadata of everything that is installed, and that twice.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from types import ModuleType
 import pytest
 
 __all__ = ["arguments_for_rank", "found_by"]
-
-AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
 _handed: dict[str, str] = {}
 """Names of plugins and of their modules, to be registered when this module is."""
@@ -45,18 +42,12 @@ def arguments_for_rank(plugins: Mapping[str, str] | None) -> Iterator[list[str]]
     if plugins is None or not all(module in sys.modules for module in plugins.values()):
         yield []
         return
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "1"
-    _handed.update(plugins)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        for name, module in plugins.items():
+            patch.setitem(_handed, name, module)
         # The parent has seen to what an ini file requires; pytest could not tell any more.
         yield ["-p", __name__, "-o", "required_plugins="]
-    finally:
-        _handed.clear()
-        if before is None:
-            del os.environ[AUTOLOAD]
-        else:
-            os.environ[AUTOLOAD] = before
 
 
 def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:

@@ -29,7 +29,7 @@ def wrong_interface(value: str, addresses: Mapping[str, Sequence[str]]) -> str |
     >>> wrong_interface("10.0.0.1", {"eth0": ["10.0.0.1"]})
     "'10.0.0.1' is an address, and gloo wants the interface's name: 'eth0'"
     >>> wrong_interface("ifb0", {"eth0": ["10.0.0.1"], "ifb0": []})
-    "the interface 'ifb0' has no IPv4 address"
+    "the interface 'ifb0' has no address"
     """
     known = ", ".join(sorted(addresses))
     for name in value.split(","):
@@ -37,7 +37,7 @@ def wrong_interface(value: str, addresses: Mapping[str, Sequence[str]]) -> str |
             # Where none has any, as outside of Linux, this machine does not tell them.
             if addresses[name] or not any(addresses.values()):
                 continue
-            return f"the interface {name!r} has no IPv4 address"
+            return f"the interface {name!r} has no address"
         if name.startswith(("^", "=")):
             return (
                 f"{name!r} is the way NCCL excludes interfaces; gloo wants the name of one to "

@@ -157,11 +157,10 @@ def test_one_ranks_mistake_is_every_ranks_error() -> None:
             "rank 0 has not walked range(0, 7) to its end",
             "rank 1 has 4 rows at the root, for 3 samples",
             "rank 0 has a float at ['loss'], without rows",
-            "at ['key 0'], rank 0 has a tensor of torch.float32 with rows of shape () and rank 1 "
-            "has nothing",
-            "at [0], rank 0 has a tensor of torch.float32 with rows of shape (2,) and rank 1 has a "
-            "tensor of torch.float32 with rows of shape (3,)",
-            "rank 1 has an array of float32",
+            "at ['key 0'], rank 0: tensor of torch.float32 with rows of shape (), rank 1: nothing",
+            "at [0], rank 0: tensor of torch.float32 with rows of shape (2,), rank 1: tensor of "
+            "torch.float32 with rows of shape (3,)",
+            "rank 1: array of float32 with rows of shape ()",
             "needs a sampler made by make_sampler",
             "needs a sampler made by make_sampler",
         ],
@@ -198,3 +197,36 @@ def test_a_pass_of_one_batch_may_be_one_call_of_next() -> None:
     loader = make_loader(range(3), 4, shuffle=True, seed=0)
     for _ in range(2):
         assert gather_in_order([int(s) for s in next(iter(loader))], loader) == [0, 1, 2]
+
+
+def passes_that_do_not_ask_for_more() -> None:
+    """Walk a whole share by its length alone, so that the sequence is not seen to end."""
+    for n in (2, 6, 14, 20_000):
+        loader: Any = make_loader(range(n), 2, sampler=RandomSampler(range(n)), seed=0)
+        batches = iter(loader)
+        mine = [int(s) for _ in range(len(loader)) for s in next(batches)]
+        drawn = gather_in_order(mine, loader)
+        assert drawn is not None
+        assert sorted(drawn) == list(range(n))
+
+
+def test_a_wrapped_sampler_need_not_be_seen_to_end() -> None:
+    run_distributed(passes_that_do_not_ask_for_more, world_size=2)
+
+
+class Unreadable(dict[str, Any]):
+    """A mapping that one rank cannot take apart."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("not today")
+
+
+def one_cannot_bring() -> None:
+    sampler = make_sampler(4, shuffle=False)
+    rows = {"x": torch.tensor(list(sampler))}
+    with pytest.raises(RanksDisagreeError, match="rank 1 not today"):
+        gather_in_order(Unreadable(rows) if sampler.rank else rows, sampler)
+
+
+def test_whatever_one_rank_raises_before_the_exchange_is_everybodys_error() -> None:
+    run_distributed(one_cannot_bring, world_size=2)

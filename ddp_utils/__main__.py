@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ddp_utils.ground.saying import say
+
 __all__ = ["main"]
 
 
@@ -31,7 +33,7 @@ def _explain(as_json: bool) -> int:
 
     report = explain.explain(os.environ)
     if as_json:
-        print(json.dumps(report, indent=2))
+        say(json.dumps(report, indent=2), sys.stdout)
     else:
         explain.show(report)
     return 0 if report["error"] is None else 1
@@ -46,7 +48,7 @@ def _doctor(as_json: bool) -> int:
     if well and not is_rank_zero():
         return 0
     if as_json:
-        print(json.dumps(doctor.as_data(findings), indent=2))
+        say(json.dumps(doctor.as_data(findings), indent=2), sys.stdout)
     else:
         doctor.show(findings)
     return 0 if well else 1

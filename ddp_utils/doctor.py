@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ddp_utils import __version__
 from ddp_utils.explain import FORMAT, GREEN, RED, explain, table
 from ddp_utils.ground.errors import DistributedError
+from ddp_utils.ground.saying import say
 from ddp_utils.launching import Options, start_ranks
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.world import devices, interfaces
@@ -270,9 +271,10 @@ def show(findings: Sequence[Finding], stream: TextIO | None = None) -> None:
         rows.append((mark, f"{each.name:{width}}  {each.value}", colour))
         if each.advice:
             rows.append(("", f"{'':{width}}  -> {each.advice}", ""))
-    print("\n".join(table(rows, stream or sys.stdout)), file=stream)
     wrong = sum(not each.ok for each in findings)
-    print(f"\n{wrong} wrong" if wrong else "\nall well", file=stream)
+    stream = stream or sys.stdout
+    lines = [*table(rows, stream), "", f"{wrong} wrong" if wrong else "all well"]
+    say("\n".join(lines), stream)
 
 
 def as_data(findings: Sequence[Finding]) -> dict[str, Any]:

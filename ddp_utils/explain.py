@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
+from ddp_utils.ground.saying import say
 from ddp_utils.world import devices
 from ddp_utils.world.detection import Detection, detect
 from ddp_utils.world.world import from_detection
@@ -91,7 +92,8 @@ def show(report: Mapping[str, Any], stream: TextIO | None = None) -> None:
     rows = [(name, text, "") for name, text in _lines(report)]
     if report["error"] is not None:
         rows.append(("error", report["error"], RED))
-    print("\n".join(table(rows, stream or sys.stdout)), file=stream)
+    stream = stream or sys.stdout
+    say("\n".join(table(rows, stream)), stream)
 
 
 def _lines(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

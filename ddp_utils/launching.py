@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from typing_extensions import ParamSpec
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import RankFailedError, StartError
+from ddp_utils.ground.saying import say
 from ddp_utils.models import stop_signals
 from ddp_utils.process_group import init_distributed, shutdown_distributed
 from ddp_utils.start import function, starter
@@ -412,7 +412,7 @@ def _with_exit_code(error: RankFailedError) -> RankFailedError:
     end = next((end for end in error.failures if end.rank == error.rank), None)
     if end is None or end.kind != "exited" or not end.exit_code:  # None: on another machine
         return error
-    print(f"ddp_utils.RankFailedError: {error}", file=sys.stderr)
+    say(f"ddp_utils.RankFailedError: {error}")
     known = {"rank": error.rank, "cause": error.cause, "failures": error.failures}
     exited = _RankExitedError(str(error), **known)  # type: ignore[arg-type]
     exited.code = end.exit_code & 0xFF or 1  # sys.exit(256) would be taken for success

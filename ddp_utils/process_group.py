@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import default_store
 from ddp_utils.ground.errors import DistributedError, LauncherError, RendezvousError
+from ddp_utils.ground.saying import say
 from ddp_utils.rendezvous import meet, roll_call
 from ddp_utils.world import devices, interfaces
 from ddp_utils.world.addresses import is_loopback
@@ -100,7 +101,7 @@ def init_distributed(
     introduce()
     if world.rank == 0 and world.world_size > 1 and not settings.QUIET.get():
         lines = [_start_line(world, backend, device), *_remarks(world, device)]
-        print("\n".join(f"ddp_utils: {line}" for line in lines), file=sys.stderr, flush=True)
+        say("\n".join(f"ddp_utils: {line}" for line in lines))
     return current_world()
 
 

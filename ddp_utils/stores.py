@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ddp_utils.ground import settings
 from ddp_utils.ground.errors import RendezvousError
+from ddp_utils.ground.saying import say
 from ddp_utils.world.addresses import is_loopback
 from ddp_utils.world.world import World
 
@@ -237,8 +238,7 @@ class Waiting:
             return True
         if waited >= self._next_word and not settings.QUIET.get():
             self._next_word *= 2
-            text = f"ddp_utils: {who(self._world)} has waited {waited:.0f} s for {what}"
-            print(text, file=sys.stderr, flush=True)
+            say(f"ddp_utils: {who(self._world)} has waited {waited:.0f} s for {what}")
         time.sleep(self._pause)
         self._pause = min(0.5, self._pause * 1.5)
         return False

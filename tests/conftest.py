@@ -9,7 +9,8 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ class Script:
     """A script as a user would have it, in a folder of its own."""
 
     path: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *args: str, python: tuple[str, ...] = (), **variables: str) -> Any:
         """Start it, with pipes, and return the process."""
         environ = {"DDP_UTILS_QUIET": "1", "DDP_UTILS_NPROC": "2"} | variables
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *python, *([] if python else [str(self.path)]), *args],
             cwd=self.path.parent,
             env=os.environ | environ,
@@ -76,6 +78,8 @@ class Script:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def run(
         self, *args: str, python: tuple[str, ...] = (), **variables: str
@@ -89,14 +93,26 @@ class Script:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process that a failed test has left, and its ranks: the next test is not to blame."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
+
+
 @pytest.fixture
-def script(tmp_path: Path) -> Any:
+def script(tmp_path: Path) -> Iterator[Any]:
     """Write a script from its text: ``script('''...''')`` returns a :class:`Script`."""
+    started: list[subprocess.Popen[str]] = []
 
     def write(text: str, name: str = "train.py") -> Script:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-        return Script(path)
+        return Script(path, started)
 
-    return write
+    yield write
+    for process in started:
+        _kill(process)

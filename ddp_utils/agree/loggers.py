@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ddp_utils.ground.saying import say
 from ddp_utils.world.world import get_rank, get_world_size
 
 __all__ = ["RankLogger", "get_logger"]
@@ -48,7 +48,7 @@ class RankLogger(logging.Logger):
         if self.hasHandlers():
             super().callHandlers(record)
         else:
-            print(logging.Formatter(FORMAT).format(record), file=sys.stderr, flush=True)
+            say(logging.Formatter(FORMAT).format(record))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return get_logger, (self.name,)

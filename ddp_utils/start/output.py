@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+from ddp_utils.ground.saying import say
+
 __all__ = ["Forwarder", "Outputs"]
 
 TAIL = 40
@@ -155,7 +157,7 @@ class Outputs:
         if not self.files:
             self._log_dir = self._log_dir or tempfile.mkdtemp(prefix="ddp_utils-")
             os.makedirs(self._log_dir, exist_ok=True)
-            print(f"ddp_utils: the other ranks write to {self._log_dir}", file=sys.stderr)
+            say(f"ddp_utils: the other ranks write to {self._log_dir}")
         assert self._log_dir is not None
         self.files[rank] = os.path.join(self._log_dir, f"rank{rank}.log")
         log = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)

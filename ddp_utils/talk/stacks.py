@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ddp_utils import callsite
 from ddp_utils.ground import settings
+from ddp_utils.ground.saying import say
 from ddp_utils.process_group import introduce, shared_store, whereabouts
 from ddp_utils.talk.agreement import named_ranks, told_by_rank
 from ddp_utils.world.world import get_rank, get_world_size, is_distributed
@@ -131,7 +132,7 @@ def _answer() -> None:
     }
     shared_store().set(f"stacks/{number}/{get_rank()}", json.dumps(answer))
     if get_rank() == 0:
-        print(_report(number), file=sys.stderr, flush=True)
+        say(_report(number))
         shared_store().set(f"stacks/{number}/reported", "")
 
 

@@ -44,7 +44,8 @@ def test_torchrun_runs_a_module_of_a_package(run: Run, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "part.py").write_text("def say(rank):\n    print(f'rank {rank} is here')\n")
+    say = "def say(rank):\n    print(f'rank {rank} is here\\n', end='')  # in one write\n"
+    (package / "part.py").write_text(say)
     (package / "train.py").write_text(
         "import ddp_utils\nfrom package.part import say\n\n\n"
         "@ddp_utils.distributed_main\ndef main():\n    say(ddp_utils.get_rank())\n\n\n"

@@ -28,6 +28,7 @@ from ddp_utils import (
     RankFailedError,
     RanksDisagreeError,
     accumulate,
+    all_gather,
     check_equal_steps,
     check_in_sync,
     global_scale,
@@ -89,19 +90,6 @@ def what_is_said(step: Callable[[], Any]) -> str:
     return "\n".join(str(w.message) for w in caught if w.category is RuntimeWarning)
 
 
-def try_both(step: Callable[[Any], Any], change: Callable[[Any], Any] | None = None) -> list[Any]:
-    """Return whether plain torch stays in sync and what it says, then the same of ours."""
-    results: list[Any] = []
-    wraps: tuple[Wrap, ...] = (DistributedDataParallel, wrap_ddp)
-    for wrap in wraps:
-        model = wrap(TwoLayers())
-        if change is not None:
-            change(model)
-        said = what_is_said(lambda: step(model))  # noqa: B023
-        results += [in_sync(model), said]
-    return results
-
-
 # Silent in plain torch: said by ours.
 
 
@@ -143,87 +131,78 @@ def unfreeze(model: Any) -> None:
     model.module.b.requires_grad_(True)
 
 
-SILENT = {
-    "unused": leave_one_out,
-    "around": around_the_wrapper,
-    "around later": around_after_a_good_step,
-    "half no_sync": half_a_no_sync,
-    "twice": backward_twice,
-}
+def half_frozen() -> nn.Module:
+    bare = TwoLayers()
+    bare.b.requires_grad_(False)
+    return bare
 
 
-def silent_cases() -> dict[str, list[Any]]:
-    results = {name: try_both(step) for name, step in SILENT.items()}
-    results["replaced"] = try_both(plain_step, replace_a_parameter)
-    return results | {"unfrozen": unfrozen_case()}
+def said_by_ours(
+    step: Callable[[Any], Any],
+    change: Callable[[Any], Any] | None = None,
+    make: Callable[[], nn.Module] = TwoLayers,
+) -> str:
+    """Check that plain torch diverges without a word, and return what ours says."""
+    results: list[tuple[bool, str]] = []
+    wraps: tuple[Wrap, ...] = (DistributedDataParallel, wrap_ddp)
+    for wrap in wraps:
+        model = wrap(make())
+        if change is not None:
+            change(model)
+        said = what_is_said(lambda: step(model))  # noqa: B023
+        results.append((in_sync(model), said))
+    (plain_in_sync, plain_says), (_, ours_says) = results
+    assert not plain_in_sync
+    assert plain_says == ""
+    assert ours_says != ""
+    first, second = all_gather(ours_says)
+    assert first.replace("rank 0", "rank 1") == second
+    return ours_says
 
 
-def unfrozen_case() -> list[Any]:
-    results: list[Any] = []
-    for wrap in (DistributedDataParallel, wrap_ddp):
-        bare = TwoLayers()
-        bare.b.requires_grad_(False)
-        model = wrap(bare)
-        unfreeze(model)
-        said = what_is_said(lambda: plain_step(model))  # noqa: B023
-        results += [in_sync(model), said]
-    return results
-
-
-@pytest.fixture(scope="module")
-def silent() -> list[dict[str, list[Any]]]:
-    """Run all silent cases once on two ranks."""
-    return run_distributed(silent_cases)
-
-
-def said_by_ours(silent: list[dict[str, list[Any]]], case: str) -> str:
-    """Check that plain torch diverges without a word, and return what ours says on each rank."""
-    for results in silent:
-        plain_in_sync, plain_says, _, ours_says = results[case]
-        assert not plain_in_sync
-        assert plain_says == ""
-        assert ours_says != ""
-    assert silent[0][case][3].replace("rank 0", "rank 1") == silent[1][case][3]
-    return str(silent[0][case][3])
-
-
-def test_unused_parameters_are_named_at_the_end_of_the_backward(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_unused_parameters_are_named_at_the_end_of_the_backward() -> None:
     """D02 (pytorch/pytorch#112152): one step with an unused parameter diverges silently."""
-    said = said_by_ours(silent, "unused")
+    said = said_by_ours(leave_one_out)
     assert "without a gradient for 'b.weight', 'b.bias'" in said
     assert "find_unused_parameters=True" in said
 
 
-def test_a_forward_around_the_wrapper_is_noticed(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_forward_around_the_wrapper_is_noticed() -> None:
     """D10 (jingyaogong/minimind#853, intel/e2eAIOK#198): training through model.module."""
-    for case in ("around", "around later"):
-        said = said_by_ours(silent, case)
+    for step in (around_the_wrapper, around_after_a_good_step):
+        said = said_by_ours(step)
         assert "did not go through the wrapped model" in said
         assert "'a.weight'" in said
 
 
-def test_a_replaced_parameter_is_noticed(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_replaced_parameter_is_noticed() -> None:
     """D11 (pytorch/pytorch#12603): a parameter replaced after wrapping is not synchronised."""
-    said = said_by_ours(silent, "replaced")
+    said = said_by_ours(plain_step, replace_a_parameter)
     assert "Replaced after wrapping: 'a.weight'" in said
 
 
-def test_an_unfrozen_parameter_is_noticed(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_an_unfrozen_parameter_is_noticed() -> None:
     """D12 (Lightning-AI/pytorch-lightning#20340): unfrozen after wrapping: local gradients."""
-    said = said_by_ours(silent, "unfrozen")
+    said = said_by_ours(plain_step, unfreeze, half_frozen)
     assert "'b." in said
     assert "'a." not in said
     assert "unfrozen after wrapping" in said
 
 
-def test_half_a_no_sync_is_noticed(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_half_a_no_sync_is_noticed() -> None:
     """D15 (Haian-Jin/LVSM#22, facebookresearch/ClassyVision#706): forward in, backward out."""
-    assert "forward ran inside no_sync()" in said_by_ours(silent, "half no_sync")
+    assert "forward ran inside no_sync()" in said_by_ours(half_a_no_sync)
 
 
-def test_a_second_backward_is_noticed(silent: Any) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_a_second_backward_is_noticed() -> None:
     """D10, the same kind: a second backward of one forward is not averaged."""
-    assert "another backward" in said_by_ours(silent, "twice")
+    assert "another backward" in said_by_ours(backward_twice)
 
 
 def only_rank_one_leaves_out() -> None:
@@ -241,18 +220,16 @@ def test_one_rank_that_skips_a_parameter_does_not_hang_the_others() -> None:
     assert isinstance(caught.value.cause, DistributedError)
 
 
-def late_leave_out() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_unused_parameters_are_named_in_any_later_step_too() -> None:
+    """D01 (Megvii-BaseDetection/YOLOX#885): a branch that is first skipped after many steps."""
     model = wrap_ddp(TwoLayers())
     for _ in range(20):  # beyond the steps with a hook on each parameter
         plain_step(model)
-    return [what_is_said(lambda: leave_one_out(model))]
-
-
-def test_unused_parameters_are_named_in_any_later_step_too() -> None:
-    """D01 (Megvii-BaseDetection/YOLOX#885): a branch that is first skipped after many steps."""
-    for rank, said in enumerate(run_distributed(late_leave_out)):
-        assert said[0].startswith(f"rank {rank}: a synchronised backward has ended without")
-        assert "'b.weight', 'b.bias'" in said[0]
+    said = what_is_said(lambda: leave_one_out(model))
+    rank = dist.get_rank()
+    assert said.startswith(f"rank {rank}: a synchronised backward has ended without")
+    assert "'b.weight', 'b.bias'" in said
 
 
 def some_steps(*which: bool, **options: Any) -> list[str]:
@@ -267,12 +244,12 @@ def some_steps(*which: bool, **options: Any) -> list[str]:
     return said
 
 
+@pytest.mark.distributed(world_size=2)
 def test_find_unused_parameters_is_off_unless_asked_for(capfd: Any) -> None:
     """D03 (huggingface/transformers#9802, pytorch/pytorch#50133): never on by default, quiet."""
-    assert run_distributed(some_steps, True, True, True) == [[""] * 3] * 2
+    assert some_steps(True, True, True) == [""] * 3
     assert "find_unused_parameters" not in capfd.readouterr().err
-    asked = run_distributed(some_steps, True, False, True, find_unused_parameters=True)
-    assert asked == [[""] * 3] * 2
+    assert some_steps(True, False, True, find_unused_parameters=True) == [""] * 3
 
 
 class Recurrent(nn.Module):
@@ -289,7 +266,9 @@ class Recurrent(nn.Module):
         return self.norm(self.linear(x)) * self.state
 
 
-def two_forwards() -> tuple[list[float], list[float], list[float]]:
+@pytest.mark.distributed(world_size=2)
+def test_two_forwards_before_a_backward() -> None:
+    """D04 (pytorch/pytorch#22095, #175024): buffers must not be written under a backward."""
     torch.manual_seed(0)
     model = wrap_ddp(Recurrent())
     alone = copy.deepcopy(unwrap(model))
@@ -305,89 +284,73 @@ def two_forwards() -> tuple[list[float], list[float], list[float]]:
     expected = alone.linear.weight.grad / 2
     dist.all_reduce(expected)
     grad = model.linear.weight.grad
-    return model.state.tolist(), grad.flatten().tolist(), expected.flatten().tolist()
+    assert grad.flatten().tolist() == pytest.approx(expected.flatten().tolist(), rel=1e-5, abs=1e-6)
+    ours, theirs = all_gather(model.state.tolist())
+    assert ours == theirs
 
 
-def test_two_forwards_before_a_backward() -> None:
-    """D04 (pytorch/pytorch#22095, #175024): buffers must not be written under a backward."""
-    results = run_distributed(two_forwards)
-    for state, grad, expected in results:
-        assert state == results[0][0]
-        assert grad == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def with_warnings_as_errors(sync_buffers: bool) -> list[float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = wrap_ddp(nn.BatchNorm1d(2), sync_buffers=sync_buffers)
-        model(batch())
-    return [float(v) for v in unwrap(model).running_mean]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_one_spelling_of_the_buffer_switch() -> None:
     """D05 (torch 2.13, distributed.py): broadcast_buffers is deprecated, its successor is new."""
-    on = run_distributed(with_warnings_as_errors, True)
-    off = run_distributed(with_warnings_as_errors, False)
+    means = {}
+    for sync_buffers in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = wrap_ddp(nn.BatchNorm1d(2), sync_buffers=sync_buffers)
+            model(batch())
+        means[sync_buffers] = all_gather(unwrap(model).running_mean.tolist())
+    on, off = means[True], means[False]
     assert on[0] == on[1]
     assert off[0] != off[1]
     assert on[0] == off[0]
 
 
-def wrap_with_device_ids() -> str:
-    return str(next(wrap_ddp(nn.Linear(2, 2), device_ids=[0], output_device=0).parameters()).device)
-
-
+@pytest.mark.distributed(world_size=2)
 def test_device_ids_are_for_accelerators_only() -> None:
     """D07 (pytorch/pytorch#100243, mlcommons/hpc#39): device_ids with a CPU model."""
-    assert run_distributed(wrap_with_device_ids) == ["cpu", "cpu"]
+    model = wrap_ddp(nn.Linear(2, 2), device_ids=[0], output_device=0)
+    assert str(next(model.parameters()).device) == "cpu"
 
 
-def wrap_rank_zeros_on_meta() -> str:
-    model = nn.Linear(2, 2, device="meta" if dist.get_rank() == 0 else "cpu")
-    try:
-        wrap_ddp(model)
-    except (ValueError, RanksDisagreeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
+@pytest.mark.distributed(world_size=2)
 def test_a_model_in_no_place_is_refused_on_all_ranks() -> None:
     """D08 (yuanzhoulvpi2017/zero_nlp#120): parameters on two kinds of devices."""
-    own, other = run_distributed(wrap_rank_zeros_on_meta)
-    assert own.startswith("ValueError: wrap_ddp: 'weight' is on the meta device")
-    assert other.startswith("RanksDisagreeError: rank 0 could not take part in wrap_ddp")
-    assert "meta device" in other
+    first = dist.get_rank() == 0
+    model = nn.Linear(2, 2, device="meta" if first else "cpu")
+    with pytest.raises((ValueError, RanksDisagreeError)) as caught:
+        wrap_ddp(model)
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    if first:
+        assert said.startswith("ValueError: wrap_ddp: 'weight' is on the meta device")
+    else:
+        assert said.startswith("RanksDisagreeError: rank 0 could not take part in wrap_ddp")
+        assert "meta device" in said
 
 
-def use_attributes() -> list[Any]:
-    model = wrap_ddp(TwoLayers())
-    before = model.custom
-    model.custom = "changed"
-    return [before, unwrap(model).custom, model.loss(batch()).ndim]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_attributes_reach_the_model() -> None:
     """D09 (ultralytics/yolov5#90, SeanNaren/deepspeech.pytorch#475): no attribute 'x'."""
-    assert run_distributed(use_attributes) == [["of the model", "changed", 0]] * 2
+    model = wrap_ddp(TwoLayers())
+    assert model.custom == "of the model"
+    model.custom = "changed"
+    assert unwrap(model).custom == "changed"
+    assert model.loss(batch()).ndim == 0
 
 
-def wrap_unlike_models() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_unlike_models_raise_the_same_error_everywhere() -> None:
+    """D13 (pytorch/pytorch#76449, yifan123/flow_grpo#245): same model across all ranks."""
     rank = dist.get_rank()
     found = []
     for model in (nn.Linear(4, 2 + rank), nn.Linear(4, 2, bias=rank == 1)):
         with pytest.raises(RanksDisagreeError) as caught:
             wrap_ddp(model)
         found.append(str(caught.value))
-    return found
-
-
-def test_unlike_models_raise_the_same_error_everywhere() -> None:
-    """D13 (pytorch/pytorch#76449, yifan123/flow_grpo#245): same model across all ranks."""
-    ours, theirs = run_distributed(wrap_unlike_models)
-    assert ours == theirs
-    shapes, missing = ours
+    shapes, missing = found
     assert "weight: float32 (2, 4) on cpu, trained on rank 0; float32 (3, 4)" in shapes
     assert "bias: missing on rank 0; float32 (2,) on cpu, trained on rank 1" in missing
+    ours, theirs = all_gather(found)
+    assert ours == theirs
 
 
 class Checkpointed(nn.Module):
@@ -406,7 +369,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def train_checkpointed() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_checkpointing_is_no_false_alarm() -> None:
+    """D14 (huggingface/peft#313, pytorch/pytorch#24005): checkpointed layers, also reentrant."""
     said = []
     for reentrant, options in ((False, {}), (True, {}), (False, {"static_graph": True})):
         model = wrap_ddp(Checkpointed(reentrant), **options)
@@ -414,15 +379,12 @@ def train_checkpointed() -> list[str]:
             said.append(what_is_said(lambda: model(batch()).sum().backward()))  # noqa: B023
             check_in_sync(model)
             model.zero_grad()
-    return said
+    assert said == [""] * 42
 
 
-def test_checkpointing_is_no_false_alarm() -> None:
-    """D14 (huggingface/peft#313, pytorch/pytorch#24005): checkpointed layers, also reentrant."""
-    assert run_distributed(train_checkpointed) == [[""] * 42] * 2
-
-
-def accumulated() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_accumulation_synchronises_with_the_last_of_a_window() -> None:
+    """D15 (NVlabs/stylegan2-ada-pytorch#233): no_sync goes around forward and backward."""
     model = wrap_ddp(TwoLayers())
     for step in range(5):
         with accumulate(model, step, every=3, total=5) as window:
@@ -431,142 +393,108 @@ def accumulated() -> list[Any]:
         assert synced == window.is_last
         if window.is_last:
             model.zero_grad()
-    return [what_is_said(lambda: plain_step(model))]
+    assert what_is_said(lambda: plain_step(model)) == ""
 
 
-def test_accumulation_synchronises_with_the_last_of_a_window() -> None:
-    """D15 (NVlabs/stylegan2-ada-pytorch#233): no_sync goes around forward and backward."""
-    assert run_distributed(accumulated) == [[""]] * 2
-
-
-def unequal_steps() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_unequal_steps_are_refused_before_the_first_and_join_takes_them() -> None:
+    """D16 (pytorch/pytorch#38174, k2-fsa/snowfall#152): ranks with unequal numbers of batches."""
     with pytest.raises(RanksDisagreeError) as caught:
         check_equal_steps(3 + dist.get_rank())
     check_equal_steps(4)
-    return str(caught.value)
-
-
-def uneven_join() -> list[float]:
+    assert "3 on rank 0; 4 on rank 1" in str(caught.value)
+    ours, theirs = all_gather(str(caught.value))
+    assert ours == theirs
     model = wrap_ddp(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with model.join():
         for _ in range(3 + dist.get_rank()):
             model(batch()).sum().backward()
-    check_in_sync_without_gradients(model)
-    return [float(p.sum()) for p in model.state_dict().values()]
-
-
-def check_in_sync_without_gradients(model: nn.Module) -> None:
     model.zero_grad()
     check_in_sync(model)
-
-
-def test_unequal_steps_are_refused_before_the_first_and_join_takes_them() -> None:
-    """D16 (pytorch/pytorch#38174, k2-fsa/snowfall#152): ranks with unequal numbers of batches."""
-    ours, theirs = run_distributed(unequal_steps)
+    ours, theirs = all_gather([float(p.sum()) for p in model.state_dict().values()])
     assert ours == theirs
-    assert "3 on rank 0; 4 on rank 1" in ours
-    states = run_distributed(uneven_join)
-    assert states[0] == states[1]
 
 
-def sync_batchnorm_on_cpu() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_sync_batchnorm_only_where_it_can_work() -> None:
+    """D17 (open-mmlab/mmsegmentation#2147, ultralytics/yolov5#1018): SyncBatchNorm on the CPU."""
     model = wrap_ddp(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), sync_batchnorm=True)
     model(batch()).sum().backward()
     given = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))
     ready = wrap_ddp(given)
     ready(batch()).sum().backward()
-    return [type(unwrap(m)[-1]).__name__ for m in (model, ready)]
-
-
-def test_sync_batchnorm_only_where_it_can_work() -> None:
-    """D17 (open-mmlab/mmsegmentation#2147, ultralytics/yolov5#1018): SyncBatchNorm on the CPU."""
-    assert run_distributed(sync_batchnorm_on_cpu) == [["BatchNorm1d", "BatchNormOfAnyShape"]] * 2
+    kinds = [type(unwrap(m)[-1]).__name__ for m in (model, ready)]
+    assert kinds == ["BatchNorm1d", "BatchNormOfAnyShape"]
     reverted = revert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2)))
     assert reverted(torch.ones(3, 2)).shape == (3, 2)
 
 
-def optimizer_before_wrapping() -> bool:
+@pytest.mark.distributed(world_size=2)
+def test_an_optimizer_made_before_wrapping_still_works() -> None:
+    """D18 (pytorch/pytorch#59147, pytorch/vision#1124): the parameters stay the same objects."""
     bare = TwoLayers()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     model = wrap_ddp(bare)
     before = unwrap(model).a.weight.detach().clone()
     plain_step(model)
     optimizer.step()
-    return bool((unwrap(model).a.weight != before).any())
+    assert (unwrap(model).a.weight != before).any()
 
 
-def test_an_optimizer_made_before_wrapping_still_works() -> None:
-    """D18 (pytorch/pytorch#59147, pytorch/vision#1124): the parameters stay the same objects."""
-    assert run_distributed(optimizer_before_wrapping) == [True, True]
-
-
-def weighted_gradient() -> list[float]:
-    torch.manual_seed(0)
-    model = wrap_ddp(nn.Linear(2, 1, bias=False))
-    samples = torch.arange(8.0).view(4, 2)
-    mine = samples[:1] if dist.get_rank() == 0 else samples[1:]
-    loss = model(mine).square().mean()
-    (loss * global_scale(len(mine))).backward()
-    return [float(v) for v in model.weight.grad.flatten()]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_uneven_batches_give_the_single_process_gradient() -> None:
     """D19 (huggingface/transformers#34242, facebookresearch/fairseq#494): weighted by tokens."""
     torch.manual_seed(0)
     alone = nn.Linear(2, 1, bias=False)
-    alone(torch.arange(8.0).view(4, 2)).square().mean().backward()
+    model = wrap_ddp(copy.deepcopy(alone))
+    samples = torch.arange(8.0).view(4, 2)
+    alone(samples).square().mean().backward()
     assert alone.weight.grad is not None
+    mine = samples[:1] if dist.get_rank() == 0 else samples[1:]
+    loss = model(mine).square().mean()
+    (loss * global_scale(len(mine))).backward()
     expected = pytest.approx(alone.weight.grad.flatten().tolist(), rel=1e-6)
-    assert run_distributed(weighted_gradient) == [expected, expected]
+    assert model.weight.grad.flatten().tolist() == expected
 
 
-def save_wrapped_load_bare_load_wrapped() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_states_load_wrapped_and_bare() -> None:
+    """K01 (pytorch/pytorch#41048, ray-project/ray#30705): Unexpected key module.encoder..."""
     model = wrap_ddp(TwoLayers())
     bare = TwoLayers()
     load_model_state(bare, model.state_dict())
     again = wrap_ddp(TwoLayers())
     load_model_state(again, bare.state_dict())
     load_model_state(again, model.state_dict())
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return [list(strip_module_prefix(model.state_dict())), all(torch.equal(a, b) for a, b in pairs)]
-
-
-def test_states_load_wrapped_and_bare() -> None:
-    """K01 (pytorch/pytorch#41048, ray-project/ray#30705): Unexpected key module.encoder..."""
     keys = ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert run_distributed(save_wrapped_load_bare_load_wrapped) == [[keys, True]] * 2
+    assert list(strip_module_prefix(model.state_dict())) == keys
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def compiled_keys() -> list[list[str]]:
+@pytest.mark.distributed(world_size=1)
+def test_compiled_and_wrapped_in_either_order() -> None:
+    """K02 (huggingface/pytorch-image-models#2003): `_orig_mod.` beside `module.`, any order."""
     inner = wrap_ddp(torch.compile(TwoLayers(), backend="eager"))
     outer = torch.compile(wrap_ddp(TwoLayers()), backend="eager")
     states = [inner.state_dict(), outer.state_dict()]
-    return [next(iter(state)) for state in states] + [
-        next(iter(strip_module_prefix(state))) for state in states
-    ]
-
-
-def test_compiled_and_wrapped_in_either_order() -> None:
-    """K02 (huggingface/pytorch-image-models#2003): `_orig_mod.` beside `module.`, any order."""
-    assert run_distributed(compiled_keys, world_size=1) == [
-        ["module._orig_mod.a.weight", "_orig_mod.module.a.weight", "a.weight", "a.weight"]
-    ]
+    keys = ["module._orig_mod.a.weight", "_orig_mod.module.a.weight"]
+    assert [next(iter(state)) for state in states] == keys
+    assert [next(iter(strip_module_prefix(state))) for state in states] == ["a.weight"] * 2
     with pytest.raises(ValueError, match="not one key"):
         load_model_state(TwoLayers(), {"backbone.a": torch.ones(2)}, strict=False)
 
 
-def averaged_keys() -> list[str]:
-    model = wrap_ddp(TwoLayers())
-    return list(strip_module_prefix(AveragedModel(model).state_dict()))
-
-
+@pytest.mark.distributed(world_size=1)
 def test_averaged_models_keep_their_counter() -> None:
     """K03 (sming256/OpenTAD#44): module.module.* beside n_averaged."""
-    expected = ["n_averaged", "a.weight", "a.bias", "b.weight", "b.bias"]
-    assert run_distributed(averaged_keys, world_size=1) == [expected]
+    state = strip_module_prefix(AveragedModel(wrap_ddp(TwoLayers())).state_dict())
+    assert list(state) == ["n_averaged", "a.weight", "a.bias", "b.weight", "b.bias"]
 
 
-def copies_and_averages() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_copies_are_no_false_alarm() -> None:
+    """D10, the other side: copies of the model that nobody trains must not be suspected."""
     model = wrap_ddp(TwoLayers())
     average = AveragedModel(model)
     said = []
@@ -576,12 +504,7 @@ def copies_and_averages() -> list[str]:
         said.append(what_is_said(lambda: average.module(batch()).sum().item()))
     pickled = pickle.loads(pickle.dumps(model))
     said.append(what_is_said(lambda: plain_step(pickled)))
-    return said
-
-
-def test_copies_are_no_false_alarm() -> None:
-    """D10, the other side: copies of the model that nobody trains must not be suspected."""
-    assert run_distributed(copies_and_averages) == [[""] * 7] * 2
+    assert said == [""] * 7
 
 
 def test_the_state_is_untouched() -> None:

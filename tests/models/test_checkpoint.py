@@ -33,6 +33,7 @@ from ddp_utils import (
     RankFailedError,
     RanksDisagreeError,
     RankZeroError,
+    all_gather,
     get_rank,
     load_checkpoint,
     make_loader,
@@ -138,37 +139,29 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def saves_on_a_full_disk(path: str, numbers: int, way: Any) -> list[Any]:
-    save_checkpoint(path, weight=torch.ones(10))
-    found: Any = None
-    with way() if get_rank() == 0 else nullcontext():
-        try:
-            save_checkpoint(path, weight=torch.zeros(numbers))
-        except OSError as error:
-            found = error.errno, str(error)
-    meet("tried")
-    names = os.listdir(os.path.dirname(path))
-    old = float(load_checkpoint(path)["weight"].sum())
-    save_checkpoint(path, weight=torch.zeros(2))  # and there is room again
-    return [*found, names, old, float(load_checkpoint(path)["weight"].sum())]
-
-
 @pytest.mark.parametrize("numbers", [2, 3_000_000])  # found out at the end, and on the way
 @pytest.mark.parametrize(
     ("way", "number"),
     [(full_disk, errno.ENOSPC), (partial(limited_files, 500), errno.EFBIG)],
     ids=["full", "quota"],
 )
+@pytest.mark.distributed(world_size=2)
 def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_file_stays(
     way: Any, number: int, numbers: int, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "last.pt")
-    zero, one = run_distributed(saves_on_a_full_disk, path, numbers, way)
-    assert zero[0] == one[0] == number
-    assert "rank 0 failed in save_checkpoint" in one[1]
-    assert os.strerror(number) in zero[1]
-    assert os.strerror(number) in one[1]
-    assert zero[2:] == one[2:] == [["last.pt"], 10, 0]
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, weight=torch.ones(10))
+    trouble = way() if get_rank() == 0 else nullcontext()
+    with trouble, pytest.raises(OSError, match=os.strerror(number)) as caught:
+        save_checkpoint(path, weight=torch.zeros(numbers))
+    assert caught.value.errno == number
+    if get_rank() == 1:
+        assert "rank 0 failed in save_checkpoint" in str(caught.value)
+    meet("tried")
+    assert os.listdir(tmp_path) == ["last.pt"]
+    assert torch.equal(load_checkpoint(path)["weight"], torch.ones(10))
+    save_checkpoint(path, weight=torch.zeros(2))  # and there is room again
+    assert torch.equal(load_checkpoint(path)["weight"], torch.zeros(2))
 
 
 def fails_on_rank_zero(path: str) -> None:
@@ -204,24 +197,19 @@ def slow_disk(path: str) -> tuple[bool, Any]:
     return was_there, torch.load(path)
 
 
+@pytest.mark.distributed(world_size=2)
 def test_only_rank_zero_writes(tmp_path: Path) -> None:
-    assert run_distributed(counts_files_written, str(tmp_path / "last.pt")) == [3, 0]
-
-
-def counts_files_written(path: str) -> int:
-    """Count the files that this rank opens for writing in the checkpoint's folder."""
     opened: list[str] = []
-    folder = os.path.dirname(path)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and str(args[0]).startswith(folder) and args[2] & os.O_CREAT:
+        if event == "open" and str(args[0]).startswith(str(tmp_path)) and args[2] & os.O_CREAT:
             opened.append(str(args[0]))
 
     sys.addaudithook(hook)
     for epoch in range(3):
-        save_checkpoint(path, epoch=epoch)
-        assert load_checkpoint(path) == {"epoch": epoch}
-    return len(opened)
+        save_checkpoint(tmp_path / "last.pt", epoch=epoch)
+        assert load_checkpoint(tmp_path / "last.pt") == {"epoch": epoch}
+    assert len(opened) == (3 if get_rank() == 0 else 0)
 
 
 def test_the_others_wait_for_the_file_however_long_it_takes(
@@ -242,40 +230,36 @@ def saves_alone(path: str) -> None:
     save_checkpoint(path, wait=False, epoch=1)
 
 
-def rank_zero_alone(path: str) -> tuple[Any, ...]:
-    section = error_of(saves_in_a_section, path)
+@pytest.mark.distributed(world_size=2)
+def test_rank_zero_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.pt")
+    section, section_text = error_of(saves_in_a_section, path)
     saves_alone(path)
     save_checkpoint(path, wait=False, epoch=2)  # called by all: the others do nothing
-    random_alone = error_of(save_checkpoint, path, wait=False, random=RandomStates())
+    alone, alone_text = error_of(save_checkpoint, path, wait=False, random=RandomStates())
     if get_rank() == 0:
         save_checkpoint(path, epoch=3)  # alone, and for all: nobody comes, and nothing hangs
         assert load_checkpoint(path, wait=False) == {"epoch": 3}
-    mixed = error_of(save_checkpoint, path, epoch=4)
-    return section, random_alone, mixed
+    mixed, mixed_text = error_of(save_checkpoint, path, epoch=4)
+    if get_rank() == 0:
+        assert section == OneRankSectionError.__name__
+        assert "pass wait=False" in section_text
+        assert alone == "ValueError"
+        assert "random states of the others" in alone_text
+    else:
+        assert (section, alone) == ("nothing", "nothing")
+        assert mixed == RanksDisagreeError.__name__
+        assert "pass wait=False" in mixed_text
 
 
-def test_rank_zero_alone(tmp_path: Path) -> None:
-    zero, one = run_distributed(rank_zero_alone, str(tmp_path / "last.pt"))
-    (section, section_text), (alone, alone_text), _ = zero
-    assert section == OneRankSectionError.__name__
-    assert "pass wait=False" in section_text
-    assert alone == "ValueError"
-    assert "random states of the others" in alone_text
-    assert one[:2] == (("nothing", ""), ("nothing", ""))
-    kind, text = one[2]
-    assert kind == RanksDisagreeError.__name__
-    assert "pass wait=False" in text
-
-
-def different_paths(folder: str) -> tuple[str, str]:
-    return error_of(save_checkpoint, f"{folder}/run-{get_rank()}.pt", epoch=1)
-
-
+@pytest.mark.distributed(world_size=2)
 def test_ranks_with_different_paths_are_told(tmp_path: Path) -> None:
-    zero, one = run_distributed(different_paths, str(tmp_path))
-    assert zero == ("nothing", "")
-    assert one[0] == RanksDisagreeError.__name__
-    assert "ddp_utils.broadcast(path)" in one[1]
+    kind, text = error_of(save_checkpoint, tmp_path / f"run-{get_rank()}.pt", epoch=1)
+    if get_rank() == 0:
+        assert kind == "nothing"
+    else:
+        assert kind == RanksDisagreeError.__name__
+        assert "ddp_utils.broadcast(path)" in text
 
 
 def leaves_without_saving(path: str) -> None:
@@ -295,15 +279,13 @@ def test_a_rank_that_has_left_is_not_waited_for(fn: Any, tmp_path: Path) -> None
     assert isinstance(caught.value.cause, AbsentRanksError)
 
 
-def comes_late(path: str) -> list[str]:
-    shared_call.PATIENCE = 0.2
-    said: list[str] = []
-    shared_call._logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+@pytest.mark.distributed(world_size=2)
+def test_a_long_wait_names_who_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_call, "PATIENCE", 0.2)
     if get_rank() == 1:
-        while not (  # until rank zero has said for whom it waits
-            shared_store().check(["said"])
-        ):
-            time.sleep(0.05)
+        shared_store().wait(["said"])  # until rank zero has said for whom it waits
     else:
         real = shared_call._logger.warning
 
@@ -311,14 +293,10 @@ def comes_late(path: str) -> list[str]:
             real(*args)
             shared_store().set("said", "")
 
-        shared_call._logger.warning = telling  # type: ignore[method-assign]
-    save_checkpoint(path, random=RandomStates())
-    return said
-
-
-def test_a_long_wait_names_who_is_missing(tmp_path: Path) -> None:
-    said, _ = run_distributed(comes_late, str(tmp_path / "last.pt"))
-    assert "for rank 1" in said[0]
+        monkeypatch.setattr(shared_call._logger, "warning", telling)
+    save_checkpoint(tmp_path / "last.pt", random=RandomStates())
+    if get_rank() == 0:
+        assert "for rank 1" in caplog.messages[0]
 
 
 def meet(name: str) -> None:
@@ -326,9 +304,10 @@ def meet(name: str) -> None:
     shared_store().wait([f"{name} 0", f"{name} 1"])
 
 
-def keys_after_saves(path: str) -> list[int]:
-    """Return how many keys there are after one round, and after many, less those of this test."""
-    counts = []
+@pytest.mark.distributed(world_size=2)
+def test_the_store_does_not_grow(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    counts = []  # of keys after one round, and after many, less those of this test
     for turn, rounds in enumerate([1, 10]):
         for _ in range(rounds):
             save_checkpoint(path, random=RandomStates())
@@ -339,38 +318,32 @@ def keys_after_saves(path: str) -> list[int]:
             counts.append(shared_store().num_keys() - 3 * turn)
             shared_store().set(f"counted {turn}", "")
         shared_store().wait([f"counted {turn}"])
-    return counts
-
-
-def test_the_store_does_not_grow(tmp_path: Path) -> None:
-    (few, many), _ = run_distributed(keys_after_saves, str(tmp_path / "last.pt"))
-    assert many == few
-
-
-def random_states_on(path: str, holders: tuple[int, ...]) -> list[tuple[str, str]]:
-    """Give random states on some ranks only, or under another name, to each of the calls."""
-    given = {"random": RandomStates()} if get_rank() in holders else {"random": None}
-    saving = error_of(save_checkpoint, path, **given)
-    meet("tried")
-    save_checkpoint(path, random=RandomStates())
-    loading = error_of(load_checkpoint, path, **given)
-    broadcast = error_of(load_checkpoint, path, broadcast=True, **given)
-    none_there = error_of(load_checkpoint, f"{path}.none", missing_ok=True, **given)
-    return [saving, loading, broadcast, none_there]
+    if get_rank() == 0:
+        few, many = counts
+        assert many == few
 
 
 @pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.distributed(world_size=2)
 def test_random_states_on_some_ranks_only_are_an_error(holder: int, tmp_path: Path) -> None:
-    zero, one = run_distributed(random_states_on, str(tmp_path / "last.pt"), (holder,))
+    path = str(tmp_path / "last.pt")
+    given = {"random": RandomStates() if get_rank() == holder else None}
+    saving, saving_text = error_of(save_checkpoint, path, **given)
+    meet("tried")
+    save_checkpoint(path, random=RandomStates())
     said = f"rank {1 - holder} did not give it"
-    for found in (zero, one):
-        for kind, text in found[1:]:
-            assert kind.endswith("Error")
-            assert f"load_checkpoint(random=RandomStates()): {said}" in text
-    assert one[0][0] == (RankZeroError if holder == 0 else RanksDisagreeError).__name__
-    assert f"save_checkpoint(random=RandomStates()): {said}" in one[0][1]
-    if holder == 0:  # otherwise rank zero, which waits for nobody, is through already
-        assert zero[0][0] == RanksDisagreeError.__name__
+    for kind, text in (
+        error_of(load_checkpoint, path, **given),
+        error_of(load_checkpoint, path, broadcast=True, **given),
+        error_of(load_checkpoint, f"{path}.none", missing_ok=True, **given),
+    ):
+        assert kind.endswith("Error")
+        assert f"load_checkpoint(random=RandomStates()): {said}" in text
+    if get_rank() == 1:
+        assert saving == (RankZeroError if holder == 0 else RanksDisagreeError).__name__
+        assert f"save_checkpoint(random=RandomStates()): {said}" in saving_text
+    elif holder == 0:  # otherwise rank zero, which waits for nobody, is through already
+        assert saving == RanksDisagreeError.__name__
 
 
 def random_states_end_the_job(path: str) -> None:
@@ -385,57 +358,52 @@ def test_random_states_that_rank_zero_lacks_end_the_job(tmp_path: Path) -> None:
     assert caught.value.rank == 1
 
 
-def paths_that_are_none(path: str, without: int) -> list[tuple[str, str]]:
-    wrong: Any = None if get_rank() == without else path
-    return [error_of(save_checkpoint, wrong, epoch=1), error_of(load_checkpoint, wrong)]
-
-
 @pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.distributed(world_size=2)
 def test_a_path_that_is_none_on_one_rank_keeps_nobody_waiting(without: int, tmp_path: Path) -> None:
-    zero, one = run_distributed(paths_that_are_none, str(tmp_path / "last.pt"), without)
-    assert [kind for kind, _ in one] == [RanksDisagreeError.__name__] * 2
-    assert all("'None'" in text for _, text in one)
-    saving = "TypeError" if without == 0 else "nothing"  # rank zero's own was right
-    assert [kind for kind, _ in zero] == [
-        saving,
-        "TypeError" if without == 0 else "DistributedError",
-    ]
+    path: Any = None if get_rank() == without else tmp_path / "last.pt"
+    saving, saving_text = error_of(save_checkpoint, path, epoch=1)
+    loading, loading_text = error_of(load_checkpoint, path)
+    if get_rank() == 1:
+        assert saving == loading == RanksDisagreeError.__name__
+        assert "'None'" in saving_text
+        assert "'None'" in loading_text
+    else:
+        assert saving == ("TypeError" if without == 0 else "nothing")  # its own was right
+        assert loading == ("TypeError" if without == 0 else "DistributedError")
 
 
 # ---- loading on several ranks
 
 
-def relative_to_another_folder(folder: str, there_on_rank_one: bool) -> list[Any]:
-    reading.LAG = 0.3
-    own = Path(folder) / str(get_rank())
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.distributed(world_size=2)
+def test_each_rank_loads_what_rank_zero_sees_or_all_fail(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LAG", 0.3)
+    own = tmp_path / str(get_rank())  # so that one name is another file on each rank
     own.mkdir()
-    os.chdir(own)
-    if get_rank() == 0 or there_on_rank_one:
+    monkeypatch.chdir(own)
+    if get_rank() == 0 or there:
         torch.save({"rank": get_rank(), "weight": torch.full((100_000,), get_rank())}, "last.pt")
     meet("ready")
-    error = error_of(load_checkpoint, "last.pt")
+    kind, text = error_of(load_checkpoint, "last.pt")
     rest = load_checkpoint("last.pt", broadcast=True)
-    return [error, rest["rank"], rest["weight"].sum().item()]
+    assert kind == (DistributedError if get_rank() == 0 else RanksDisagreeError).__name__
+    zeros, ones = all_gather(text)
+    assert ("another file" if there else "no such file") in ones
+    assert ones in zeros
+    assert rest["rank"] == 0
+    assert rest["weight"].sum().item() == 0
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_each_rank_loads_what_rank_zero_sees_or_all_fail(there: bool, tmp_path: Path) -> None:
-    zero, one = run_distributed(relative_to_another_folder, str(tmp_path), there)
-    assert zero[0][0] == DistributedError.__name__
-    assert one[0][0] == RanksDisagreeError.__name__
-    assert ("another file" if there else "no such file") in one[0][1]
-    assert one[0][1] in zero[0][1]
-    assert zero[1:] == one[1:] == [0, 0]
-
-
-def test_a_shared_folder_may_show_the_file_late(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    torch.save({"epoch": 0}, path)
-    assert run_distributed(lags_behind, str(path)) == [{"epoch": 1}] * 2
-
-
-def lags_behind(path: str) -> dict[str, Any]:
+@pytest.mark.distributed(world_size=2)
+def test_a_shared_folder_may_show_the_file_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank one still sees an old file when rank zero sees the new one, until it looks again."""
+    path = tmp_path / "last.pt"
     if get_rank() == 1:
         real_open, old = open, True
 
@@ -446,15 +414,17 @@ def lags_behind(path: str) -> dict[str, Any]:
             nonlocal old
             old = False
 
+        torch.save({"epoch": 0}, path)
         os.link(path, f"{path}.old")
-        reading.open = stale_open  # type: ignore[attr-defined]
-        reading._refresh = refresh
+        monkeypatch.setattr(reading, "open", stale_open, raising=False)
+        monkeypatch.setattr(reading, "_refresh", refresh)
     meet("ready")
     save_checkpoint(path, epoch=1)
-    return load_checkpoint(path)
+    assert load_checkpoint(path) == {"epoch": 1}
 
 
-def trees(path: str) -> bool:
+@pytest.mark.distributed(world_size=3)
+def test_a_broadcast_tree_is_the_same_tree(tmp_path: Path) -> None:
     """What rank zero reads and sends is what each rank would read."""
     content = {
         "model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
@@ -468,12 +438,11 @@ def trees(path: str) -> bool:
         "nested": [{"a": (torch.ones(1), "text", None)}],
         "random": RandomStates(),
     }
-    spread_piece = checkpoint.spread.PIECE
-    checkpoint.spread.PIECE = 1000
-    save_checkpoint(path, **content)
-    sent = load_checkpoint(path, broadcast=True)
-    checkpoint.spread.PIECE = spread_piece
-    read = load_checkpoint(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.spread, "PIECE", 1000)
+        save_checkpoint(tmp_path / "last.pt", **content)
+        sent = load_checkpoint(tmp_path / "last.pt", broadcast=True)
+    read = load_checkpoint(tmp_path / "last.pt")
     for (path, one), (_, other) in zip(
         leaves_with_paths(sent), leaves_with_paths(read), strict=True
     ):
@@ -483,50 +452,48 @@ def trees(path: str) -> bool:
         assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
     assert list(sent) == list(read)
     assert sent["model"]._metadata == read["model"]._metadata
-    return True
 
 
-def test_a_broadcast_tree_is_the_same_tree(tmp_path: Path) -> None:
-    assert run_distributed(trees, str(tmp_path / "last.pt"), world_size=3) == [True] * 3
-
-
-def one_rank_cannot_load(path: str) -> list[tuple[str, str]]:
+@pytest.mark.distributed(world_size=2)
+def test_one_ranks_trouble_in_loading_is_everybodys(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
     save_checkpoint(path, model=nn.Linear(2, 2))
     model = nn.Linear(2 + get_rank(), 2)  # rank one's does not fit
-    found = [error_of(load_checkpoint, path, model=model)]
-    found.append(error_of(load_checkpoint, path, broadcast=True, model=model))
+    for options in ({}, {"broadcast": True}):
+        kind, text = error_of(load_checkpoint, path, model=model, **options)
+        if get_rank() == 0:
+            assert kind == DistributedError.__name__
+            assert "rank 1 failed in load_checkpoint" in text
+            assert "size mismatch" in text
+        else:
+            assert kind == "RuntimeError"
     if get_rank() == 1:
-        Path(path).write_bytes(b"broken")
+        path.write_bytes(b"broken")
     meet("ready")
-    found.append(error_of(load_checkpoint, path, broadcast=True))
-    return found
+    kind, text = error_of(load_checkpoint, path, broadcast=True)
+    if get_rank() == 1:
+        assert kind == RankZeroError.__name__
+        assert "rank 0 cannot read" in text
 
 
-def test_one_ranks_trouble_in_loading_is_everybodys(tmp_path: Path) -> None:
-    zero, one = run_distributed(one_rank_cannot_load, str(tmp_path / "last.pt"))
-    for kind, text in zero[:2]:
-        assert kind == DistributedError.__name__
-        assert "rank 1 failed in load_checkpoint" in text
-        assert "size mismatch" in text
-    assert [kind for kind, _ in one[:2]] == ["RuntimeError"] * 2
-    assert one[2][0] == RankZeroError.__name__
-    assert "rank 0 cannot read" in one[2][1]
-
-
-def cannot_build_what_is_sent(path: str) -> tuple[str, str]:
-    """Have a large tensor beside something that rank one alone refuses to build."""
-    save_checkpoint(path, weights_only=False, kind=Path, weight=torch.zeros(3_000_000))
-    return error_of(load_checkpoint, path, broadcast=True, weights_only=get_rank() == 1)
-
-
+@pytest.mark.distributed(world_size=2)
 def test_a_rank_that_cannot_take_what_is_sent_keeps_nobody_sending(tmp_path: Path) -> None:
-    zero, one = run_distributed(cannot_build_what_is_sent, str(tmp_path / "last.pt"))
-    assert zero[0] == DistributedError.__name__
-    assert "rank 1 failed in load_checkpoint: UnpicklingError" in zero[1]
-    assert one[0] == pickle.UnpicklingError.__name__
+    """Have a large tensor beside something that rank one alone refuses to build."""
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, weights_only=False, kind=Path, weight=torch.zeros(3_000_000))
+    kind, text = error_of(load_checkpoint, path, broadcast=True, weights_only=get_rank() == 1)
+    if get_rank() == 0:
+        assert kind == DistributedError.__name__
+        assert "rank 1 failed in load_checkpoint: UnpicklingError" in text
+    else:
+        assert kind == pickle.UnpicklingError.__name__
 
 
-def may_not_read(path: str) -> tuple[str, str]:
+@pytest.mark.distributed(world_size=2)
+def test_a_file_that_one_rank_may_not_read_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "last.pt")
     save_checkpoint(path, epoch=1)
     meet("saved")
     if get_rank() == 1:
@@ -537,14 +504,11 @@ def may_not_read(path: str) -> tuple[str, str]:
                 raise PermissionError(errno.EACCES, "Permission denied", path)
             return real(name, *args)
 
-        reading.open = refusing  # type: ignore[attr-defined]
-    return error_of(load_checkpoint, path)
-
-
-def test_a_file_that_one_rank_may_not_read_is_an_error_on_all(tmp_path: Path) -> None:
-    zero, one = run_distributed(may_not_read, str(tmp_path / "last.pt"))
-    assert zero[0] == one[0] == "PermissionError"
-    assert "rank 1 failed in load_checkpoint" in zero[1]
+        monkeypatch.setattr(reading, "open", refusing, raising=False)
+    kind, text = error_of(load_checkpoint, path)
+    assert kind == "PermissionError"
+    if get_rank() == 0:
+        assert "rank 1 failed in load_checkpoint" in text
 
 
 # ---- a training that is stopped and goes on

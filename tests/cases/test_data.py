@@ -22,7 +22,10 @@ from torch.utils.data import (
 )
 
 from ddp_utils import (
+    all_gather,
+    all_reduce_sum,
     check_equal_steps,
+    get_rank,
     load_checkpoint,
     make_loader,
     make_sampler,
@@ -38,20 +41,18 @@ def samples(loader: Any) -> list[int]:
     return [int(sample) for batch in loader for sample in batch]
 
 
-def p01() -> list[int]:
+@pytest.mark.distributed(world_size=[1, 2])
+def test_shuffle_and_the_sampler_are_one_argument() -> None:
+    """P01: kan-bayashi/ParallelWaveGAN#177, a sampler added and shuffle=True left."""
     with pytest.raises(ValueError, match="leave shuffle out"):
         make_loader(range(10), sampler=make_sampler(10), shuffle=True)
-    return samples(make_loader(range(10), 2, shuffle=True))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_shuffle_and_the_sampler_are_one_argument(world_size: int) -> None:
-    """P01: kan-bayashi/ParallelWaveGAN#177, a sampler added and shuffle=True left."""
-    shares = run_distributed(p01, world_size=world_size)
+    shares = all_gather(samples(make_loader(range(10), 2, shuffle=True)))
     assert sorted(s for share in shares for s in share) == list(range(10))
 
 
-def p02() -> list[list[int]]:
+@pytest.mark.distributed(world_size=2)
+def test_epochs_differ_without_set_epoch() -> None:
+    """P02: pytorch/pytorch#31771, #31232; Snowdar/asv-subtools#8; LambdaLabsML guide#40."""
     sampler = make_sampler(40)
     epochs = [list(sampler) for _ in range(2)]
     resumed = make_sampler(40)
@@ -59,55 +60,37 @@ def p02() -> list[list[int]]:
     assert list(resumed) == epochs[1]
     loader = DataLoader(range(40), batch_size=4, sampler=make_sampler(40))  # type: ignore[arg-type]
     assert [samples(loader), samples(loader)] == epochs
-    return epochs
-
-
-def test_epochs_differ_without_set_epoch() -> None:
-    """P02: pytorch/pytorch#31771, #31232; Snowdar/asv-subtools#8; LambdaLabsML guide#40."""
-    shares = run_distributed(p02, world_size=2)
+    assert epochs[0] != epochs[1]
+    ours, theirs = all_gather(epochs)
     for epoch in (0, 1):
-        assert sorted(shares[0][epoch] + shares[1][epoch]) == list(range(40))
-    assert shares[0][0] != shares[0][1]
+        assert sorted(ours[epoch] + theirs[epoch]) == list(range(40))
 
 
-def p04() -> float:
-    """The pattern: exact shares, no collective in the loop, one reduction at its end."""
-    from ddp_utils import all_reduce_sum
-
-    correct = sum(sample % 2 for sample in samples(make_loader(range(5), 2)))
-    return float(all_reduce_sum({"correct": correct})["correct"])
-
-
+@pytest.mark.distributed(world_size=2)
 def test_exact_evaluation_does_not_hang() -> None:
     """P04: SeungjunNah/DeepDeblur-PyTorch#44, an unpadded sampler with a call per batch."""
-    assert run_distributed(p04, world_size=2) == [2.0, 2.0]
+    # The pattern: exact shares, no collective in the loop, one reduction at its end.
+    correct = sum(sample % 2 for sample in samples(make_loader(range(5), 2)))
+    assert all_reduce_sum({"correct": correct})["correct"] == 2.0
 
 
-def p05() -> dict[int, int]:
-    counts = {}
-    for n in (1, 3):
-        counts[n] = len(list(make_sampler(n)))
-    with pytest.raises(ValueError, match="list has no samples"):
-        make_sampler([])
-    return counts
-
-
+@pytest.mark.distributed(world_size=4)
 def test_fewer_samples_than_ranks() -> None:
     """P05: pytorch/pytorch#45324, #49172; Lightning-AI/pytorch-lightning#5047; mmcv#113."""
-    assert run_distributed(p05, world_size=4) == [{1: 1, 3: 1}] * 4
+    for n in (1, 3):
+        with pytest.warns(UserWarning, match=f"{n} samples for 4 ranks"):
+            assert len(list(make_sampler(n))) == 1
+    with pytest.raises(ValueError, match="list has no samples"):
+        make_sampler([])
 
 
-def p06() -> str:
-    with pytest.raises(ValueError, match="list") as caught:
+@pytest.mark.distributed(world_size=2)
+def test_training_on_nothing_is_an_error() -> None:
+    """P06: NVIDIA-NeMo/Megatron-Bridge#5527, drop_last leaves no batch and training succeeds."""
+    with pytest.raises(ValueError, match=r"list.*1 samples for 2 ranks"):
         make_loader([1], drop_last=True)
     with pytest.raises(ValueError, match="makes no batches"):
         make_loader(range(9), 8, drop_last=True)
-    return str(caught.value)
-
-
-def test_training_on_nothing_is_an_error() -> None:
-    """P06: NVIDIA-NeMo/Megatron-Bridge#5527, drop_last leaves no batch and training succeeds."""
-    assert "1 samples for 2 ranks" in run_distributed(p06, world_size=2)[1]
 
 
 class Stream(IterableDataset[int]):
@@ -115,17 +98,14 @@ class Stream(IterableDataset[int]):
         return iter(range(10))
 
 
-def p07() -> list[int]:
+@pytest.mark.distributed(world_size=2)
+def test_streams_are_shared_out() -> None:
+    """P07: huggingface/datasets#5360, #3423; lance-format/lance#2713; pytorch-lightning#15734."""
     with pytest.raises(TypeError, match="shard_iterable"):
         make_sampler(Stream())
     assert len(list(shard_iterable(Stream()))) == 5
-    return samples(make_loader(Stream(), 2, num_workers=2))
-
-
-def test_streams_are_shared_out() -> None:
-    """P07: huggingface/datasets#5360, #3423; lance-format/lance#2713; pytorch-lightning#15734."""
-    shares = run_distributed(p07, world_size=2)
-    assert sorted(shares[0] + shares[1]) == list(range(10))
+    ours, theirs = all_gather(samples(make_loader(Stream(), 2, num_workers=2)))
+    assert sorted(ours + theirs) == list(range(10))
 
 
 def p08() -> list[int]:
@@ -143,16 +123,15 @@ def test_weighted_sampling_is_shared_out() -> None:
     assert 1850 < counts[9] < 2150
 
 
-def p09() -> list[list[int]]:
-    loader = make_loader(range(10), batch_sampler=BatchSampler(range(10), 2, drop_last=False))
-    return [batch.tolist() for batch in loader]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_batch_samplers_are_shared_out() -> None:
     """P09: Lightning-AI/pytorch-lightning#5145, #3455; openspeech-team/openspeech#149."""
-    zero, one = run_distributed(p09, world_size=2)
-    assert zero == [[0, 1], [4, 5], [8, 9]]
-    assert one == [[2, 3], [6, 7], [0, 1]]  # the first batch once more, so that both have three
+    loader = make_loader(range(10), batch_sampler=BatchSampler(range(10), 2, drop_last=False))
+    expected = [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],  # the first batch once more, so that both have three
+    ]
+    assert [batch.tolist() for batch in loader] == expected[get_rank()]
 
 
 class Buckets(BatchSampler):
@@ -173,21 +152,19 @@ class Buckets(BatchSampler):
         return len(list(iter(self)))
 
 
-def p10() -> tuple[int, list[list[int]]]:
+@pytest.mark.distributed(world_size=2)
+def test_bucketing_gives_all_ranks_equally_many_batches() -> None:
+    """P10: pytorch/audio#3068; microsoft/protein-sequence-models#6; m2lines/Samudra#557."""
     seed_everything(int(make_sampler(2).num_replicas))
     loader = make_loader(range(50), batch_sampler=Buckets(), num_workers=1)
     batches = [batch.tolist() for batch in loader]
     check_equal_steps(len(batches))
     dropped = shard_batch_sampler(Buckets(), drop_last=True)
     check_equal_steps(len(list(dropped)))
-    return len(loader), batches
-
-
-def test_bucketing_gives_all_ranks_equally_many_batches() -> None:
-    """P10: pytorch/audio#3068; microsoft/protein-sequence-models#6; m2lines/Samudra#557."""
-    results = run_distributed(p10, world_size=2)
-    assert len({len(batches) for _, batches in results}) == 1
-    assert {s for _, batches in results for batch in batches for s in batch} == set(range(50))
+    assert len(loader) == len(batches)
+    ours, theirs = all_gather(batches)
+    assert len(ours) == len(theirs)
+    assert {s for batch in ours + theirs for s in batch} == set(range(50))
 
 
 def p12(seed: int) -> list[int]:
@@ -215,15 +192,13 @@ class Augmenting(Dataset[Any]):
         return tuple(map(int, draws))  # type: ignore[return-value]
 
 
-def p13() -> list[tuple[int, int, int]]:
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)  # on all ranks alike
-    return [tuple(sample) for sample in make_loader(Augmenting(), None, num_workers=2)]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_augmentations_differ_between_ranks_and_workers() -> None:
     """P13: huggingface/transformers#37932; bayesian-flow-networks#3; facebookresearch/detr#297."""
-    draws = [sample for share in run_distributed(p13, world_size=2) for sample in share]
-    for column in zip(*draws, strict=True):
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)  # on all ranks alike
+    share = [tuple(sample) for sample in make_loader(Augmenting(), None, num_workers=2)]
+    ours, theirs = all_gather(share)
+    for column in zip(*ours, *theirs, strict=True):
         assert len(set(column)) == 8
 
 
@@ -240,28 +215,22 @@ class Epochs(Dataset[int]):
         return self.epoch
 
 
-def p14() -> list[set[int]]:
-    loader = make_loader(Epochs(), 2, num_workers=1, persistent_workers=True)
-    return [set(samples(loader)) for _ in range(3)]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_persistent_workers_learn_the_epoch() -> None:
     """P14: huggingface/datasets#6673; starVLA/starVLA#470; pytorch/pytorch#97326; VeOmni#940."""
-    assert run_distributed(p14, world_size=2) == [[{0}, {1}, {2}]] * 2
-
-
-def p15() -> int:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sampler = make_sampler(20_000_000)
-    assert len(list(islice(sampler, 100_000))) == 100_000
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    loader = make_loader(Epochs(), 2, num_workers=1, persistent_workers=True)
+    assert [set(samples(loader)) for _ in range(3)] == [{0}, {1}, {2}]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+@pytest.mark.distributed(world_size=2)
 def test_the_order_takes_no_memory() -> None:
     """P15: pytorch/pytorch#51841, #50201, a list of all indices on each rank (1.1 GiB here)."""
-    for kilobytes in run_distributed(p15, world_size=2):
-        assert kilobytes < 50_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sampler = make_sampler(20_000_000)
+    assert len(list(islice(sampler, 100_000))) == 100_000
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert kilobytes < 50_000
 
 
 def p16_first(path: str) -> list[int]:
@@ -286,31 +255,27 @@ def test_a_resumed_epoch_neither_repeats_nor_skips(then: int, tmp_path: Any) -> 
     assert sorted(s for share in shares for s in share) == list(range(48))
 
 
-def d16() -> int:
-    loader = make_loader(TensorDataset(torch.arange(7)), 2, shuffle=True)
-    check_equal_steps(len(loader))
-    return len(list(loader))
-
-
+@pytest.mark.distributed(world_size=3)
 def test_ranks_train_on_equally_many_batches() -> None:
     """D16: pytorch/pytorch#38174; k2-fsa/snowfall#152; microsoft/PyMarlin#80 (the data's side)."""
-    assert len(set(run_distributed(d16, world_size=3))) == 1
+    loader = make_loader(TensorDataset(torch.arange(7)), 2, shuffle=True)
+    check_equal_steps(len(loader))
+    assert len(set(all_gather(len(list(loader))))) == 1
 
 
-def d20() -> tuple[int, int]:
-    with pytest.raises(ValueError, match="6 and 8"):
-        make_loader(range(32), global_batch_size=7)
-    return len(next(iter(make_loader(range(32), global_batch_size=8)))), len(
-        next(iter(make_loader(range(32), batch_size=8)))
-    )
-
-
+@pytest.mark.distributed(world_size=2)
 def test_the_batch_size_is_said_to_be_global_or_per_rank() -> None:
     """D20: catalyst-team/catalyst#1023; pytorch-lightning#6789; pytorch-distributed#3."""
-    assert run_distributed(d20, world_size=2) == [(4, 8), (4, 8)]
+    with pytest.raises(ValueError, match="6 and 8"):
+        make_loader(range(32), global_batch_size=7)
+    assert len(next(iter(make_loader(range(32), global_batch_size=8)))) == 4
+    assert len(next(iter(make_loader(range(32), batch_size=8)))) == 8
 
 
-def k09(path: str) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_the_loader_is_resumed_with_the_optimizer(tmp_path: Any) -> None:
+    """K09: vllm-project/speculators#1048; wenet-e2e/wenet#2619; torch-points3d#630."""
+
     def parts() -> dict[str, Any]:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,14 +287,9 @@ def k09(path: str) -> None:
     for _ in islice(before["loader"], 3):
         before["optimizer"].step()
         before["schedule"].step()
-    save_checkpoint(path, **before)
+    save_checkpoint(tmp_path / "state.pt", **before)
     after = parts()
-    load_checkpoint(path, **after)
+    load_checkpoint(tmp_path / "state.pt", **after)
     assert after["optimizer"].param_groups[0]["lr"] == 0.05
     assert after["loader"].state_dict() == before["loader"].state_dict()
     assert len(list(after["loader"])) == len(before["loader"]) - 3
-
-
-def test_the_loader_is_resumed_with_the_optimizer(tmp_path: Any) -> None:
-    """K09: vllm-project/speculators#1048; wenet-e2e/wenet#2619; torch-points3d#630."""
-    run_distributed(k09, str(tmp_path / "state.pt"), world_size=2)

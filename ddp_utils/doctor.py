@@ -170,8 +170,17 @@ def check_files(soft: int, hard: int) -> Finding:
         "open files",
         False,
         f"limit {soft}: with DataLoader workers a rank soon runs out ('Too many open files')",
-        f"ulimit -n {hard if hard > 0 else 65536} before the start",
+        _more_files(hard),
     )
+
+
+def _more_files(hard: int) -> str:
+    if 0 <= hard < LEAST_FILES:  # which only root raises
+        return (
+            f"have the hard limit ({hard}) raised: docker run --ulimit nofile=65536, LimitNOFILE= "
+            "of the service, or /etc/security/limits.conf"
+        )
+    return f"ulimit -n {hard if hard > 0 else 65536} before the start"
 
 
 def _threads(environ: Mapping[str, str]) -> Finding:

@@ -13,6 +13,7 @@ from ddp_utils.ground.errors import LauncherError
 from ddp_utils.ground.saying import say
 from ddp_utils.world import devices
 from ddp_utils.world.detection import Detection, detect
+from ddp_utils.world.machines import ranks_on_a_machine
 from ddp_utils.world.world import from_detection
 
 __all__ = ["GREEN", "RED", "explain", "show", "table"]
@@ -67,7 +68,7 @@ def _devices(found: Detection, environ: Mapping[str, str]) -> dict[str, Any]:
     visible = devices.visible_devices(kind)
     here = found.facts.get("local_world_size", 1)
     if found.launcher == "none":
-        here = settings.NPROC.get(environ) or visible or 1
+        here = ranks_on_a_machine(environ, visible)
     chosen = [
         devices.choose_device(
             local_rank,

@@ -33,7 +33,7 @@ from ddp_utils.start.output import Outputs
 from ddp_utils.start.supervise import JobStopped, Supervisor
 from ddp_utils.start.transport import LARGE, check_picklable
 from ddp_utils.world import devices
-from ddp_utils.world.machines import Machines, detect_machines
+from ddp_utils.world.machines import Machines, detect_machines, ranks_on_a_machine
 from ddp_utils.world.world import detect_world, is_distributed
 
 __all__ = ["Options", "distributed_main", "launch", "start_ranks"]
@@ -97,7 +97,8 @@ def distributed_main(fn: Callable[P, R] | None = None, /, **options: Any) -> Any
 
     Args:
         nproc: Processes on this machine: a count, or ``"auto"`` for ``DDP_UTILS_NPROC``, else
-            one for each visible accelerator, else 1. At 1 the function runs in this process.
+            Kubeflow's number, else one for each visible accelerator, else 1. At 1 the function
+            runs in this process.
         devices: Indices of the visible accelerators to use, one for each rank.
         nnodes, node_rank, master_addr, master_port: By hand on several machines: how many there
             are, which one this is, and where rank zero's machine listens. By default ``NNODES``,
@@ -252,7 +253,7 @@ def _nproc(options: Options) -> int:
         return len(options.devices)
     if nproc == "auto":
         kind = devices.accelerator_type()
-        return settings.NPROC.get() or devices.visible_devices(kind) or 1
+        return ranks_on_a_machine(os.environ, devices.visible_devices(kind))
     try:
         count = int(nproc)
     except ValueError:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ddp_utils.ground import settings
+from ddp_utils.ground import gloo_threads, settings
 from ddp_utils.ground._torch_private import default_store
 from ddp_utils.ground.errors import DistributedError, LauncherError, RendezvousError
 from ddp_utils.ground.saying import say
@@ -81,6 +81,8 @@ def init_distributed(
         >>> shutdown_distributed()
     """
     global _made_here
+    if settings.STARTED_BY_US not in os.environ:
+        gloo_threads.rest_at_exit()
     if dist.is_initialized():
         return current_world()
     world = detect_world(os.environ)

@@ -43,8 +43,12 @@ __all__ = [
 
 PATIENCE = timedelta(minutes=10)
 """How long ranks wait for each other before the group exists, where no timeout was given."""
-SHORT = timedelta(seconds=20)
-"""How long a store may take that has accepted a connection."""
+ANSWER = timedelta(seconds=5)
+"""How long a store may take to answer once it has accepted a connection, on a busy machine."""
+ANSWER_PER_RANK = timedelta(milliseconds=5)
+"""And so much more for each rank: it answers them one after another."""
+NOT_OWN_ADDRESS = timedelta(minutes=1)
+"""How long ranks wait at an address that is only likely to be the master's."""
 FIRST_WORD = 15.0
 """After so many seconds a waiting rank says on stderr what it waits for; then ever more rarely."""
 
@@ -132,7 +136,8 @@ def join_store(world: World, patience: timedelta) -> tuple[dist.TCPStore, str]:
     host, patience = host_to_try(world, patience)
     address = _wait_until_reachable(world, host, patience)
     try:
-        store = _in_time(lambda: _client(address, world.master_port or 0), SHORT)
+        limit = ANSWER + world.world_size * ANSWER_PER_RANK
+        store = _in_time(lambda: _client(address, world.master_port or 0, limit), limit)
     except (RuntimeError, TimeoutError) as error:
         raise RendezvousError(
             f"{who(world)} reached {host}:{world.master_port}, but what listens there is no store "
@@ -142,9 +147,9 @@ def join_store(world: World, patience: timedelta) -> tuple[dist.TCPStore, str]:
     return store, address
 
 
-def _client(address: str, port: int) -> dist.TCPStore:
+def _client(address: str, port: int, limit: timedelta) -> dist.TCPStore:
     return dist.TCPStore(
-        address, port, is_master=False, timeout=SHORT, use_libuv=sys.platform != "win32"
+        address, port, is_master=False, timeout=limit, use_libuv=sys.platform != "win32"
     )
 
 
@@ -162,7 +167,7 @@ def _in_time(make: Callable[[], dist.TCPStore], limit: timedelta) -> dist.TCPSto
     thread.start()
     thread.join(limit.total_seconds())
     if not outcome:
-        raise TimeoutError(f"no answer within {limit.total_seconds():.0f} s")
+        raise TimeoutError(f"no answer within {limit.total_seconds():.3g} s")
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
@@ -179,7 +184,7 @@ def host_to_try(world: World, patience: timedelta) -> tuple[str, timedelta]:
         return world.master_addr, patience
     fallback = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if world.launcher == "slurm" and fallback and not os.environ.get("MASTER_ADDR"):
-        return fallback, min(patience, 3 * SHORT)
+        return fallback, min(patience, NOT_OWN_ADDRESS)
     check_resolves(world)
     return world.master_addr, patience
 

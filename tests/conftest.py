@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,13 @@ def _variables() -> dict[str, str]:
 def _files() -> set[str]:
     names = os.listdir(tempfile.gettempdir())
     return {name for name in names if name.startswith("ddp_utils")}
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -228,6 +228,14 @@ def test_open_files(soft: int, ok: bool) -> None:
     assert doctor.check_files(soft, 4096).ok is ok
 
 
+@pytest.mark.parametrize(
+    ("hard", "advice"),
+    [(4096, "ulimit -n 4096 before"), (-1, "ulimit -n 65536 before"), (512, "limit (512) raised")],
+)
+def test_the_advice_on_open_files_can_be_followed(hard: int, advice: str) -> None:
+    assert advice in doctor.check_files(256, hard).advice
+
+
 @pytest.mark.parametrize("name", ["DDP_UTILS_NPROC", "DDP_UTILS_OVERSUBSCRIBE"])
 def test_a_variable_that_cannot_be_read_is_a_row_of_the_report(name: str) -> None:
     report = explain({name: "?"})

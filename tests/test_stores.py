@@ -67,7 +67,7 @@ def test_a_port_of_another_program_is_an_error_of_the_others(
     answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch waits for ever for a program that accepts and says nothing."""
-    monkeypatch.setattr(stores, "SHORT", timedelta(seconds=1))
+    monkeypatch.setattr(stores, "ANSWER", timedelta(seconds=1))
     with service(answer) as port, pytest.raises(RendezvousError) as caught:
         meet(place(1, master_port=port), None, SECONDS)
     assert "what listens there is no store of torch" in str(caught.value)
@@ -157,9 +157,9 @@ def test_libuv_is_not_asked_for_where_the_wheels_lack_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         stores.dist, "TCPStore", lambda *_, **options: asked.append(options["use_libuv"])
     )
-    stores._client("127.0.0.1", 1)
+    stores._client("127.0.0.1", 1, SECONDS)
     monkeypatch.setattr(stores.sys, "platform", "win32")
-    stores._client("127.0.0.1", 1)
+    stores._client("127.0.0.1", 1, SECONDS)
     assert asked == [True, False]
 
 

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_utils.ground import settings
+from ddp_utils.ground import gloo_threads, settings
 from ddp_utils.ground.errors import RankEnd, StartError
 from ddp_utils.models import stop_signals
 from ddp_utils.start import verdict
@@ -104,6 +104,7 @@ def main(job_fd: int, channel_fd: int, stacks_fd: int, local_rank: int, server: 
     os.close(job_fd)
     with socket.socket(fileno=channel_fd) as channel:
         code = run(job, local_rank, channel, stacks_fd, server)
+    gloo_threads.let_them_rest()
     sys.exit(code)
 
 

@@ -14,7 +14,13 @@ from ddp_utils.ground import settings
 from ddp_utils.ground.errors import LauncherError
 from ddp_utils.world import addresses
 
-__all__ = ["MACHINE_VARIABLES", "Machines", "detect_machines", "machine_of_rank_0"]
+__all__ = [
+    "MACHINE_VARIABLES",
+    "Machines",
+    "detect_machines",
+    "machine_of_rank_0",
+    "ranks_on_a_machine",
+]
 
 Environ = Mapping[str, str]
 
@@ -86,6 +92,7 @@ SOURCES = (
         place_alone=False,  # Volcano, on which ModelArts runs, numbers the pods of any job so
     ),
 )
+KUBEFLOW_NPROC = "PET_NPROC_PER_NODE"
 MACHINE_VARIABLES = tuple(
     dict.fromkeys(
         name
@@ -132,6 +139,22 @@ def detect_machines(
         return Machines(used={name: used[name] for name in used if name == source.num_nodes})
     _check(source, values, used)
     return Machines(**values, used=used)  # type: ignore[arg-type]
+
+
+def ranks_on_a_machine(environ: Environ, accelerators: int) -> int:
+    """Return how many ranks a machine gets where the call does not say.
+
+    ``DDP_UTILS_NPROC``; else what a Kubeflow job names, if it is a number and not a word like
+    ``auto``; else one for each accelerator, or one.
+
+    >>> ranks_on_a_machine({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, 0)
+    4
+    >>> ranks_on_a_machine({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}, 8)
+    8
+    """
+    asked = environ.get(KUBEFLOW_NPROC, "") if environ.get("PET_NNODES") else ""
+    kubeflow = int(asked) if asked.isdecimal() and settings.LAUNCHER.get(environ) != "none" else 0
+    return settings.NPROC.get(environ) or kubeflow or accelerators or 1
 
 
 def machine_of_rank_0(environ: Environ, num_nodes: int) -> addresses.Address:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +89,40 @@ def test_torchrun_in_srun(run: Run, loss_of: LossOf, cluster: SlurmCluster, tmp_
     torchrun = " ".join([*TORCHRUN, nodes, where, *TRAIN[1:]])
     lines = "#SBATCH -N2 -n2 --ntasks-per-node=1", f"srun sh -c '{torchrun}'"
     same(batch(run, cluster, tmp_path, *lines), loss_of(4))
+
+
+PAGE = Path(__file__).parents[2] / "docs/launchers.md"
+BATCH_FILES = re.findall(r"```bash\n#!/bin/bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SMALLER = {
+    r" --gpus(-per-\w+)?=\d+": "",
+    r"--nodes=3": "--nodes=2",
+    r"--ntasks-per-node=4": "--ntasks-per-node=2",
+    r"--cpus-per-task=\d+": "--cpus-per-task=1",
+    r"--nproc-per-node 4": "--nproc-per-node 2",
+    r"\bpython train.py": " ".join(TRAIN),
+    r"\btorchrun ": f"{' '.join(TORCHRUN)} ",
+    r"\btrain.py": " ".join(TRAIN[1:]),
+    r"(export MASTER_ADDR=.*)": r'\1; [ "$MASTER_ADDR" = n1 ] && MASTER_ADDR=127.0.0.1',
+}
+"""Two nodes without GPUs, and without addresses, stand in for those of the page."""
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(0, 2), (1, 4), (2, 4), (3, 4)])
+def test_the_batch_files_of_the_page(
+    number: int, ranks: int, run: Run, loss_of: LossOf, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    text = BATCH_FILES[number]
+    for pattern, here in SMALLER.items():
+        text = re.sub(pattern, here, text)
+    assert "gpu" not in text
+    lines = "export DDP_UTILS_NPROC=2", *text.splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    rest = [line for line in lines if line not in options]
+    same(batch(run, cluster, tmp_path, *options, *rest), loss_of(ranks))
+
+
+def test_the_page_has_no_other_batch_files() -> None:
+    assert len(BATCH_FILES) == PAGE.read_text().count("#SBATCH") == 4
 
 
 def on_both(machines: TwoMachines, folder: Path, command: Callable[[int], list[str]]) -> list[str]:

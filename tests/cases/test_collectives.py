@@ -35,7 +35,16 @@ def error_of(kind: type[Exception], call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def average_ints_and_bools() -> list[Any]:
+def everybodys(own: Any) -> list[Any]:
+    """Return what each rank has, by torch's own gather: ours are what is tested."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+@pytest.mark.distributed(world_size=2)
+def test_c01_ints_and_bools_have_true_means() -> None:
+    """C01, meta-pytorch/torchcomms#287."""
     rank = get_rank()
     ints, flags = torch.tensor([1, 2 + rank]), torch.tensor([True, rank == 0])
     with pytest.raises(RuntimeError, match="can't be cast"):  # the line that everybody writes
@@ -45,40 +54,29 @@ def average_ints_and_bools() -> list[Any]:
     assert logical.tolist() == [True, True]  # plain torch: a sum of bools is their "or"
     means = all_reduce_mean({"ints": ints, "flags": flags, "python": 1 + rank})
     assert ints.tolist() == [1, 2 + rank]
-    return [means["ints"], means["flags"], means["python"], all_reduce_sum(flags)]
+    assert (means["ints"].tolist(), means["ints"].dtype) == ([1.0, 2.5], torch.float64)
+    assert means["flags"].tolist() == [1.0, 0.5]
+    assert (means["python"], type(means["python"])) == (1.5, float)
+    assert all_reduce_sum(flags).tolist() == [2, 1]
 
 
-def test_c01_ints_and_bools_have_true_means() -> None:
-    """C01, meta-pytorch/torchcomms#287."""
-    for ints, flags, python, count in run_distributed(average_ints_and_bools):
-        assert (ints.tolist(), ints.dtype) == ([1.0, 2.5], torch.float64)
-        assert flags.tolist() == [1.0, 0.5]
-        assert (python, type(python)) == (1.5, float)
-        assert count.tolist() == [2, 1]
-
-
-def average_without_avg() -> list[float]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("ReduceOp.AVG was used")
-
+@pytest.mark.distributed(world_size=2)
+def test_c02_a_mean_is_a_sum_divided_on_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C02, pytorch/pytorch#149781, #162338."""
     original = dist.all_reduce
 
     def watched(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
-        return refuse() if op == dist.ReduceOp.AVG else original(tensor, op, **kwargs)
+        assert op != dist.ReduceOp.AVG
+        return original(tensor, op, **kwargs)
 
-    dist.all_reduce = watched
+    monkeypatch.setattr(dist, "all_reduce", watched)
     rank = get_rank()
     values = [torch.full((size,), 0.1 * (rank + 1), dtype=torch.float64) for size in (3, 3000)]
     manual = values[0].clone()
     original(manual)
     means = [all_reduce_mean(value) for value in values]
     assert torch.equal(means[0], manual / 2)
-    return [mean[0].item() for mean in means]
-
-
-def test_c02_a_mean_is_a_sum_divided_on_every_backend() -> None:
-    """C02, pytorch/pytorch#149781, #162338."""
-    assert run_distributed(average_without_avg) == [[(0.1 + 0.2) / 2] * 2] * 2
+    assert [mean[0].item() for mean in means] == [(0.1 + 0.2) / 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,9 @@ def test_c03_the_default_backend_has_a_road_for_the_cpu() -> None:
     assert backend_for("cuda").startswith("cpu:gloo,")
 
 
-def fill_in_different_orders() -> dict[str, float]:
+@pytest.mark.distributed(world_size=3)
+def test_c05_losses_are_averaged_by_name_and_not_by_order() -> None:
+    """C05, facebookresearch/maskrcnn-benchmark#309; facebookresearch/habitat-lab#917."""
     items = [("a", 1.0), ("b", 10.0), ("c", 100.0)]
     rank = get_rank()
     losses = dict(items[rank:] + items[:rank])
@@ -117,61 +117,46 @@ def fill_in_different_orders() -> dict[str, float]:
     assert list(all_reduce_mean({key: torch.full((200,), x) for key, x in losses.items()})) == list(
         losses
     )
-    return means
+    assert means == {"a": 1.0, "b": 10.0, "c": 100.0}
 
 
-def test_c05_losses_are_averaged_by_name_and_not_by_order() -> None:
-    """C05, facebookresearch/maskrcnn-benchmark#309; facebookresearch/habitat-lab#917."""
-    for means in run_distributed(fill_in_different_orders, world_size=3):
-        assert means == {"a": 1.0, "b": 10.0, "c": 100.0}
-
-
-def gather_uneven() -> list[Any]:
-    rank = get_rank()
-    rows = torch.arange(2.0 * (1 + 2 * rank)).reshape(-1, 2)
-    kind = torch.float64 if rank else torch.float32
-    return [
-        gather_cat(rows).tolist(),
-        [tuple(each.shape) for each in all_gather(rows)],
-        error_of(RanksDisagreeError, lambda: gather_cat(rows.to(kind))),
-        error_of(RanksDisagreeError, lambda: gather_cat(rows.reshape(-1) if rank else rows)),
-        [each.dtype for each in all_gather(rows.to(kind))],
-    ]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_c06_gathers_take_uneven_sizes_and_refuse_unlike_dtypes_before_gloo_aborts() -> None:
     """C06, huggingface/accelerate#235; facebookresearch/maskrcnn-benchmark#383."""
-    first, second = run_distributed(gather_uneven)
-    assert first == second
-    assert first[0] == [[0, 1], [0, 1], [2, 3], [4, 5]]
-    assert first[1] == [(1, 2), (3, 2)]
-    assert "rank 0: tensor of torch.float32" in first[2]
-    assert "rank 1: tensor of torch.float64" in first[2]
-    assert "rows of shape ()" in first[3]
-    assert first[4] == [torch.float32, torch.float64]
+    rank = get_rank()
+    rows = torch.arange(2.0 * (1 + 2 * rank)).reshape(-1, 2)
+    unlike = rows.to(torch.float64 if rank else torch.float32)
+    assert gather_cat(rows).tolist() == [[0, 1], [0, 1], [2, 3], [4, 5]]
+    assert [tuple(each.shape) for each in all_gather(rows)] == [(1, 2), (3, 2)]
+    dtypes = error_of(RanksDisagreeError, lambda: gather_cat(unlike))
+    shapes = error_of(RanksDisagreeError, lambda: gather_cat(rows.reshape(-1) if rank else rows))
+    assert "rank 0: tensor of torch.float32" in dtypes
+    assert "rank 1: tensor of torch.float64" in dtypes
+    assert "rows of shape ()" in shapes
+    assert [each.dtype for each in all_gather(unlike)] == [torch.float32, torch.float64]
+    ours, theirs = everybodys((dtypes, shapes))
+    assert ours == theirs
 
 
-def gather_objects() -> list[Any]:
-    objects = all_gather({"tensor": torch.tensor([float(get_rank())]), "name": str(get_rank())})
-    return [(each["tensor"].tolist(), each["tensor"].device.type, each["name"]) for each in objects]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_c07_tensors_in_objects_arrive_on_the_receivers_side() -> None:
     """C07, pytorch/pytorch#75619, #76865."""
-    assert run_distributed(gather_objects) == [[([0.0], "cpu", "0"), ([1.0], "cpu", "1")]] * 2
-
-
-def reduce_unlike_shapes(size: int) -> str:
-    return error_of(RanksDisagreeError, lambda: all_reduce_mean(torch.ones(size + 2 * get_rank())))
+    objects = all_gather({"tensor": torch.tensor([float(get_rank())]), "name": str(get_rank())})
+    assert [
+        (each["tensor"].tolist(), each["tensor"].device.type, each["name"]) for each in objects
+    ] == [([0.0], "cpu", "0"), ([1.0], "cpu", "1")]
 
 
 @pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.distributed(world_size=2)
 def test_c08_unlike_shapes_are_an_error_on_all(size: int) -> None:
     """C08, Lightning-AI/pytorch-lightning#19106: plain torch gives rank 0 a number."""
-    first, second = run_distributed(reduce_unlike_shapes, size)
-    assert first == second
-    assert f"rank 0: tensor of shape ({size},)" in first
-    assert f"rank 1: tensor of shape ({size + 2},)" in first
+    value = torch.ones(size + 2 * get_rank())
+    said = error_of(RanksDisagreeError, lambda: all_reduce_mean(value))
+    assert f"rank 0: tensor of shape ({size},)" in said
+    assert f"rank 1: tensor of shape ({size + 2},)" in said
+    ours, theirs = everybodys(said)
+    assert ours == theirs
 
 
 def skip_one_barrier() -> list[str]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from ddp_utils import (
     RankFailedError,
+    all_gather,
     broadcast,
     get_rank,
     load_checkpoint,
@@ -67,21 +68,23 @@ def test_k06_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
-def inodes(path: str) -> tuple[int, int]:
-    """Return the file's identity after each rank's call: one writer makes one file."""
+@pytest.mark.distributed(world_size=2)
+def test_k06_one_rank_writes(tmp_path: Path) -> None:
+    """K06. kakaobrain/scrl#5, NVIDIA/apex#886: all ranks wrote one path, one over the other."""
+    # The file is the same one after each rank's call: one writer makes one file.
+    path = tmp_path / "last.pt"
     save_checkpoint(path, epoch=0)
     before = os.stat(path).st_ino
     meet("looked")
-    return before, os.stat(path).st_ino
-
-
-def test_k06_one_rank_writes(tmp_path: Path) -> None:
-    """K06. kakaobrain/scrl#5, NVIDIA/apex#886: all ranks wrote one path, one over the other."""
-    seen = run_distributed(inodes, str(tmp_path / "last.pt"))
+    seen = all_gather((before, os.stat(path).st_ino))
     assert len({inode for pair in seen for inode in pair}) == 1
 
 
-def reads_right_after(path: str) -> int:
+@pytest.mark.distributed(world_size=2)
+def test_k07_who_reads_right_after_a_save_reads_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K07. allenai/OLMo#234, pytorch/pytorch#84881: others loaded before rank 0 had finished."""
     if get_rank() == 0:
         real = torch.save
 
@@ -90,17 +93,11 @@ def reads_right_after(path: str) -> int:
                 shared_store().wait(["rank one is here"])
             real(value, file)
 
-        checkpoint.torch.save = slow  # type: ignore[attr-defined]
+        monkeypatch.setattr(torch, "save", slow)
     else:
         shared_store().set("rank one is here", "")
-    save_checkpoint(path, epoch=7)
-    epoch: int = torch.load(path)["epoch"]
-    return epoch
-
-
-def test_k07_who_reads_right_after_a_save_reads_the_new_file(tmp_path: Path) -> None:
-    """K07. allenai/OLMo#234, pytorch/pytorch#84881: others loaded before rank 0 had finished."""
-    assert run_distributed(reads_right_after, str(tmp_path / "last.pt")) == [7, 7]
+    save_checkpoint(tmp_path / "last.pt", epoch=7)
+    assert torch.load(tmp_path / "last.pt")["epoch"] == 7
 
 
 def test_k05_no_rank_loads_onto_the_device_of_another(
@@ -175,7 +172,13 @@ def test_k09_the_learning_rate_goes_on(tmp_path: Path) -> None:
     assert first + second == whole
 
 
-def opens(path: str) -> tuple[int, list[float]]:
+@pytest.mark.distributed(world_size=3)
+def test_k10_only_rank_zero_reads_if_so_wanted(tmp_path: Path) -> None:
+    """K10. facebookresearch/detectron2#4667: host out of memory, each rank had loaded the file."""
+    path = str(tmp_path / "last.pt")
+    torch.manual_seed(0)
+    saved, model = nn.Linear(200, 200), nn.Linear(200, 200)
+    save_checkpoint(path, model=saved)
     opened = []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -183,19 +186,9 @@ def opens(path: str) -> tuple[int, list[float]]:
             opened.append(path)
 
     sys.addaudithook(hook)
-    model = nn.Linear(200, 200)
     load_checkpoint(path, broadcast=True, model=model)
-    return len(opened), model.bias.tolist()
-
-
-def test_k10_only_rank_zero_reads_if_so_wanted(tmp_path: Path) -> None:
-    """K10. facebookresearch/detectron2#4667: host out of memory, each rank had loaded the file."""
-    model = nn.Linear(200, 200)
-    save_checkpoint(tmp_path / "last.pt", model=model)
-    zero, *others = run_distributed(opens, str(tmp_path / "last.pt"), world_size=3)
-    assert zero[0] == 1
-    assert [opened for opened, _ in others] == [0, 0]
-    assert [bias for _, bias in [zero, *others]] == [model.bias.tolist()] * 3
+    assert len(opened) == (1 if get_rank() == 0 else 0)
+    assert model.bias.tolist() == saved.bias.tolist()
 
 
 def test_d18_an_optimizer_made_before_its_model_was_replaced(tmp_path: Path) -> None:
@@ -215,18 +208,17 @@ def test_d18_an_optimizer_made_before_its_model_was_replaced(tmp_path: Path) -> 
         load_checkpoint(tmp_path / "last.pt", model=converted, optimizer=optimizer)
 
 
-def branches(folder: str) -> list[Any]:
-    """Rank one's view of the folder is not rank zero's, and changes as it looks again."""
-    path = f"{folder}/last.pt"
-    if get_rank() == 1:
-        os.path.exists = lambda name: "last" not in str(name)
-    before = load_checkpoint(path, missing_ok=True)
-    save_checkpoint(path, epoch=3)
-    after = load_checkpoint(path, missing_ok=True)
-    same_folder = broadcast(f"{folder}/{get_rank()}")
-    return [before, after, os.path.basename(same_folder)]
-
-
-def test_y09_rank_zero_decides_whether_the_file_is_there(tmp_path: Path) -> None:
+@pytest.mark.distributed(world_size=2)
+def test_y09_rank_zero_decides_whether_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Y09. KempnerInstitute/KempnerForge#49: ranks disagreed on ``exists``, and deadlocked."""
-    assert run_distributed(branches, str(tmp_path)) == [[{}, {"epoch": 3}, "0"]] * 2
+    # Rank one's view of the folder is not rank zero's, and changes as it looks again.
+    path = tmp_path / "last.pt"
+    if get_rank() == 1:
+        monkeypatch.setattr(os.path, "exists", lambda name: "last" not in str(name))
+    assert load_checkpoint(path, missing_ok=True) == {}
+    save_checkpoint(path, epoch=3)
+    assert load_checkpoint(path, missing_ok=True) == {"epoch": 3}
+    same_folder = broadcast(str(tmp_path / str(get_rank())))
+    assert os.path.basename(same_folder) == "0"

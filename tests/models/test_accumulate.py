@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_utils import RanksDisagreeError, accumulate, global_scale, wrap_ddp
+from ddp_utils import RanksDisagreeError, accumulate, all_gather, global_scale, wrap_ddp
 from ddp_utils.models.accumulate import Window
 from ddp_utils.testing import run_distributed
 
@@ -67,21 +67,8 @@ DATA = torch.randn(14, 2, 5, 3, generator=torch.Generator().manual_seed(0)).doub
 """Micro-batches by step, rank and sample."""
 
 
-def windows_of_gradients(every: int, total: int) -> list[list[float]]:
-    model = wrap_ddp(net())
-    syncs: list[int] = []
-    wraps_bucket(model, syncs)
-    found = []
-    for step in range(total):
-        before = len(syncs)
-        with accumulate(model, step, every, total) as window:
-            loss = model(DATA[step, dist.get_rank()]).square().mean() * window.scale
-            loss.backward()
-        assert (len(syncs) > before) == window.is_last
-        if window.is_last:
-            found.append([float(v) for p in model.parameters() for v in p.grad.flatten()])
-            model.zero_grad()
-    return found
+def gradients(model: nn.Module) -> list[float]:
+    return [float(v) for p in model.parameters() for v in p.grad.flatten()]
 
 
 def wraps_bucket(model: Any, syncs: list[int]) -> None:
@@ -97,18 +84,30 @@ def wraps_bucket(model: Any, syncs: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("every", "total"), [(1, 3), (3, 7), (4, 4), (5, 3)])
+@pytest.mark.distributed(world_size=2)
 def test_accumulated_gradients_are_those_of_one_big_batch(every: int, total: int) -> None:
-    results = run_distributed(windows_of_gradients, every, total)
-    assert results[0] == results[1]
+    model = wrap_ddp(net())
+    syncs: list[int] = []
+    wraps_bucket(model, syncs)
+    found = []
+    for step in range(total):
+        before = len(syncs)
+        with accumulate(model, step, every, total) as window:
+            loss = model(DATA[step, dist.get_rank()]).square().mean() * window.scale
+            loss.backward()
+        assert (len(syncs) > before) == window.is_last
+        if window.is_last:
+            found.append(gradients(model))
+            model.zero_grad()
     expected = []
     for start in range(0, total, every):
-        model = net()
+        alone = net()
         samples = DATA[start : min(start + every, total)].reshape(-1, 3)
-        model(samples).square().mean().backward()
-        expected.append([float(v) for p in model.parameters() for v in p.grad.flatten()])
-    torch.testing.assert_close(
-        torch.tensor(results[0]), torch.tensor(expected), rtol=1e-6, atol=1e-9
-    )
+        alone(samples).square().mean().backward()
+        expected.append(gradients(alone))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-9)
+    ours, theirs = all_gather(found)
+    assert ours == theirs
 
 
 def train_scaled(wrapped: bool) -> list[float]:
@@ -146,9 +145,9 @@ COUNTS = [[[3, 1], [5, 2]], [[0, 4], [1, 5]]]
 """Tokens that count, by rank, window and micro-batch."""
 
 
-def token_weighted() -> list[list[float]]:
+@pytest.mark.distributed(world_size=2)
+def test_masked_windows_give_the_single_process_gradient() -> None:
     model = wrap_ddp(net())
-    found = []
     for window, counts in enumerate(COUNTS[dist.get_rank()]):
         scale = global_scale(sum(counts)) / max(sum(counts), 1)
         for micro, count in enumerate(counts):
@@ -157,15 +156,7 @@ def token_weighted() -> list[list[float]]:
             with accumulate(model, micro, every=2):
                 errors = model(rows).square().squeeze(1)
                 ((errors * mask).sum() * scale).backward()
-        found.append([float(v) for p in model.parameters() for v in p.grad.flatten()])
-        model.zero_grad()
-    return found
-
-
-def test_masked_windows_give_the_single_process_gradient() -> None:
-    results = run_distributed(token_weighted)
-    for window in range(2):
-        model = net()
+        alone = net()
         kept = torch.cat(
             [
                 DATA[2 * window + micro, rank][: COUNTS[rank][window][micro]]
@@ -173,10 +164,9 @@ def test_masked_windows_give_the_single_process_gradient() -> None:
                 for micro in range(2)
             ]
         )
-        model(kept).square().mean().backward()
-        expected = [float(v) for p in model.parameters() for v in p.grad.flatten()]
-        for rank in range(2):
-            assert results[rank][window] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        alone(kept).square().mean().backward()
+        assert gradients(model) == pytest.approx(gradients(alone), rel=1e-6, abs=1e-9)
+        model.zero_grad()
 
 
 @pytest.mark.distributed(world_size=2)

@@ -31,7 +31,10 @@ def bracket(draw: st.DrawFn) -> str:
 
 @st.composite
 def node_list(draw: st.DrawFn) -> str:
-    """A node list: names with up to two bracketed groups, the last at the end (Slurm's rule)."""
+    """A node list: names with up to two bracketed groups, the last at the end (Slurm's rule).
+
+    Steps and groups within groups its command refuses, so that there is nothing to compare.
+    """
     names = []
     for _ in range(draw(st.integers(1, 3))):
         parts = [draw(WORD)]

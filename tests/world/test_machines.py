@@ -6,7 +6,7 @@ import environments as env
 import pytest
 
 from ddp_utils import LauncherError
-from ddp_utils.world.machines import Machines, detect_machines
+from ddp_utils.world.machines import Machines, detect_machines, ranks_on_a_machine
 
 BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
 
@@ -48,6 +48,27 @@ def test_arguments_come_before_the_environment_one_by_one() -> None:
     given = detect_machines({}, nnodes=2, node_rank=0, master_addr="a", master_port=29400)
     assert place(given) == (2, 0, "a", 29400)
     assert place(detect_machines(BY_HAND, nnodes=1, node_rank=0)) == (1, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 8),
+        ({"DDP_UTILS_NPROC": "3"}, 3),
+        (env.kubeflow(1, nproc="2"), 2),
+        (env.kubeflow(1, nproc="2") | {"DDP_UTILS_NPROC": "3"}, 3),
+        (env.kubeflow(1, nproc="2") | {"DDP_UTILS_LAUNCHER": "none"}, 8),
+        (env.kubeflow(1, nproc="auto"), 8),
+        (env.kubeflow_trainer(1), 4),
+        ({"PET_NPROC_PER_NODE": "2"}, 8),
+    ],
+)
+def test_ranks_on_a_machine(environ: env.Environ, expected: int) -> None:
+    assert ranks_on_a_machine(environ, accelerators=8) == expected
+
+
+def test_without_accelerators_a_machine_gets_one_rank() -> None:
+    assert ranks_on_a_machine({}, accelerators=0) == 1
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -144,7 +144,10 @@ def cover_descriptors(keep: int) -> None:
                 os.fstat(number)
             except OSError:
                 continue  # the listing's own descriptor
-            os.dup2(null, number, inheritable=number < 3)
+            try:
+                os.dup2(null, number, inheritable=number < 3)
+            except OSError:  # it is above a limit on open files that was lowered after its opening
+                os.close(number)  # then no new file can get its number
     os.close(null)
 
 

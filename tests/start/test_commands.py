@@ -751,3 +751,29 @@ def test_a_script_that_a_rank_starts(script: Callable[..., Any]) -> None:
             main()
         """).run()
     assert done.stdout.split() == ["1", "True", "0", "ran", "on", "1", "False"], done.stderr
+
+
+def test_a_file_above_a_limit_that_was_lowered_does_not_slow_the_start(
+    script: Callable[..., Any],
+) -> None:
+    """A shell keeps one as number 255, and ``ulimit -n 200`` leaves it open."""
+    run = script(
+        """
+        import os, resource
+        import ddp_utils
+
+        def command(process):
+            return open(f"/proc/{process}/cmdline").read()
+
+        @ddp_utils.distributed_main
+        def main():
+            assert not os.path.exists("/proc/self/fd/300")
+            return command(os.getppid())
+
+        if __name__ == "__main__":
+            os.dup2(1, 300)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+            assert main() == command("self")  # the server is a fork, not a new interpreter
+        """
+    ).run()
+    assert run.returncode == 0, run.stderr

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_utils.ground.trees import map_leaves
 from ddp_utils.world.world import get_device, get_rank, get_world_size
 
 __all__ = ["RandomStates"]
@@ -38,8 +39,7 @@ class RandomStates:
     def own(self) -> dict[str, Any]:
         """Return this rank's states, as plain types and CPU tensors."""
         device = get_device()
-        numpy_state = np.random.get_state(legacy=False)
-        numpy_state["state"]["key"] = torch.from_numpy(numpy_state["state"]["key"].copy())
+        numpy_state = map_leaves(_as_tensor, np.random.get_state(legacy=False))
         version, numbers, gauss = random.getstate()
         return {
             "torch": torch.get_rng_state(),
@@ -66,11 +66,17 @@ def _put_back(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["device"] is not None and device.type != "cpu":
         _module(device).set_rng_state(state["device"].cpu(), device)
-    inner = state["numpy"]["state"]
-    key = inner["key"].cpu().numpy()
-    np.random.set_state(state["numpy"] | {"state": inner | {"key": key}})
+    np.random.set_state(map_leaves(_as_array, state["numpy"]))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
+
+
+def _as_tensor(part: Any) -> Any:
+    return torch.from_numpy(part.copy()) if isinstance(part, np.ndarray) else part
+
+
+def _as_array(part: Any) -> Any:
+    return part.cpu().numpy() if isinstance(part, torch.Tensor) else part
 
 
 def _module(device: torch.device) -> Any:

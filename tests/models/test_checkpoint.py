@@ -299,6 +299,19 @@ def test_a_long_wait_names_who_is_missing(
         assert "for rank 1" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox])
+def test_numpy_may_draw_by_another_generator(kind: Any, tmp_path: Path) -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(3))
+    try:
+        save_checkpoint(tmp_path / "random.pt", random=RandomStates())
+        drawn = np.random.rand(3)
+        load_checkpoint(tmp_path / "random.pt", random=RandomStates())
+        assert np.random.rand(3).tolist() == drawn.tolist()
+    finally:
+        np.random.set_bit_generator(usual)
+
+
 def meet(name: str) -> None:
     shared_store().set(f"{name} {get_rank()}", "")
     shared_store().wait([f"{name} 0", f"{name} 1"])

@@ -1,8 +1,9 @@
 """Which buffers did a training forward change, and how do all ranks get the same ones?
 
 Rank zero's values win, as in torch. Unlike torch, which sends all buffers BEFORE every forward,
-they are sent AFTER a training forward, and only those that changed: from then on every rank may
-evaluate or save the same model, alone, at any time.
+they are sent AFTER a training forward, and only those that changed, so that every rank may
+evaluate or save the same model, alone. They travel while the backward runs, and are in place when
+it has ended, or before if somebody looks at the wrapped model.
 
 One ``all_reduce`` per step does it. Its message holds a flag for each buffer and the bytes of
 those that are known to change; all ranks but zero contribute zero bytes, so that the maximum is
@@ -14,15 +15,23 @@ rank sends is decided by the flags that all have seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp_utils.agree.facts import require_same_facts
-from ddp_utils.ground._torch_private import copy_all, own_buffers, version_of
+from ddp_utils.ground._torch_private import (
+    at_end_of_backward,
+    copy_all,
+    own_buffers,
+    version_of,
+)
+from ddp_utils.models.gradient_watch import tensors_with_backward
 from ddp_utils.talk.exchange import Call
 
 __all__ = ["BufferSync"]
@@ -74,6 +83,12 @@ class Held:
             setattr(owner, key, self.tensor)
 
 
+@contextmanager
+def _outside_autograd() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class BufferSync:
     """Keeps the buffers of one wrapped model the same on all ranks of a group."""
 
@@ -90,7 +105,9 @@ class BufferSync:
         self._waits_for_device = device.type != "cpu"
         self._is_source = dist.get_rank(group) == 0
         self._syncs = 0
-        self._late: torch.Tensor | None = None
+        self._under_way: dist.Work | None = None
+        self._told: torch.Tensor | None = None
+        """The flags of all ranks that have come, and have not been acted on."""
         self._times_flagged: Counter[str] = Counter()
         self._looked_at: list[object] = []
         self._held: dict[str, Held] = {}
@@ -99,43 +116,81 @@ class BufferSync:
         self._look(module)
         self._names = list(self._held)
         self._plan({})
-        self._remember()
+        self._remember(self._watched)
 
     def after_forward(self, module: nn.Module) -> None:
-        """Give every rank rank zero's values of the buffers that changed on any. Collective."""
+        """Send rank zero's values of the buffers that changed on any rank. Collective."""
         self._syncs += 1
         if not self._names and self._syncs % RESCAN != 1:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            self._look(module)
-            if self._late is not None:
-                self._settle(self._late.tolist())
-                self._late = None
-            self._settle(self._exchange())
-            self._remember()
+        self._look(module)
+        self._settle()
+        self._send()
+        if self._syncs <= SETTLING:
+            self._after_backward()
 
-    def _exchange(self) -> list[int]:
-        """Send and receive what is planned; return the flags, or none if they are read late."""
+    def end_with_backward_of(self, output: Any) -> None:
+        """Put in place what is under way at the end of the backward that begins at ``output``.
+
+        At once, where there can be none.
+        """
+        if self._under_way is None:
+            return
+        outputs = tensors_with_backward(output) if torch.is_grad_enabled() else []
+        if not outputs:
+            self._after_backward()
+        for tensor in outputs:
+            tensor.register_hook(self._on_begin)  # type: ignore[no-untyped-call]
+
+    def _on_begin(self, _: torch.Tensor) -> None:
+        at_end_of_backward(self._after_backward)
+
+    def finish(self) -> None:
+        """Put in place what is under way. Waits for it, but is no collective."""
+        work, self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+            self._put_in_place()
+
+    def _after_backward(self) -> None:
+        self.finish()
+        if not self._reads_late:
+            self._settle()
+
+    @_outside_autograd()
+    def _send(self) -> None:
         message = self._message
         message.fill(self._flags(), self._fitting if self._is_source else {})
-        dist.all_reduce(message.bytes, dist.ReduceOp.MAX, group=self._group)
-        flags: list[int] = []
-        if self._waits_for_device and self._syncs > SETTLING:
-            self._late = message.flags.clone()  # read when the device has long computed them
-        else:
-            flags = message.flags.tolist()
-        fitting = self._fitting
-        if any(flags):
-            flagged = {name for name, flag in zip(self._names, flags[1:], strict=True) if flag}
-            fitting = {name: held for name, held in fitting.items() if name not in flagged}
-        self._receive(message, fitting)
-        return flags
+        self._under_way = dist.all_reduce(
+            message.bytes, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        self._seen.clear()
+        self._remember(self._watched)
 
-    def _settle(self, flags: Sequence[int]) -> None:
-        """Send what was flagged, and decide what every later message holds."""
-        if not any(flags):
+    @_outside_autograd()
+    def _put_in_place(self) -> None:
+        fitting = self._fitting
+        self._told = self._message.flags.clone()
+        if not self._reads_late and any(flags := self._told.tolist()):
+            flagged = self._flagged(flags)
+            fitting = {name: held for name, held in fitting.items() if name not in flagged}
+        self._receive(self._message, fitting)
+
+    @property
+    def _reads_late(self) -> bool:
+        """Whether flags are read at the next sync, when the device has long computed them."""
+        return self._waits_for_device and self._syncs > SETTLING
+
+    def _flagged(self, flags: Sequence[int]) -> list[str]:
+        return [name for name, flag in zip(self._names, flags[1:], strict=True) if flag]
+
+    @_outside_autograd()
+    def _settle(self) -> None:
+        """Send what was flagged, and decide what every later message holds. Collective."""
+        told, self._told = self._told, None
+        if told is None or not any(flags := told.tolist()):
             return
-        flagged = [name for name, flag in zip(self._names, flags[1:], strict=True) if flag]
+        flagged = self._flagged(flags)
         if flags[0]:
             self._agree(dict.fromkeys(self._held, "registered"))
             flagged = [n for n in self._held if n in flagged or n not in self._names]
@@ -149,7 +204,7 @@ class BufferSync:
         self._receive(message, extra)
         self._times_flagged.update(flagged)
         self._plan(specs)
-        self._remember()
+        self._remember(extra)
 
     def _receive(self, message: Message, held: Mapping[str, Held]) -> None:
         if not self._is_source and message.deliver(held):
@@ -236,10 +291,10 @@ class BufferSync:
                     changed.add(name)
         return changed
 
-    def _remember(self) -> None:
-        self._seen = {
-            n: (held.tensor, version_of(held.tensor)) for n, held in self._watched.items()
-        }
+    def _remember(self, sent: Iterable[str]) -> None:
+        for name in sent:
+            tensor = self._held[name].tensor
+            self._seen[name] = (tensor, version_of(tensor))
 
 
 class Message:

@@ -16,7 +16,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.trees import flatten
 from ddp_utils.world.world import get_rank
 
-__all__ = ["GradientWatch"]
+__all__ = ["GradientWatch", "tensors_with_backward"]
 
 FIRST_STEPS = 10
 """Synchronised backward passes with a hook on each parameter."""
@@ -104,9 +104,8 @@ class GradientWatch:
             self._fired.clear()
         if synchronised or self._steps_left > 0:
             begin = partial(self._on_begin, "twice" if synchronised else "half_no_sync")
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            for tensor in tensors_with_backward(output):
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _watch(self, parameter: nn.Parameter) -> None:
         node = get_gradient_edge(parameter).node
@@ -205,9 +204,10 @@ class GradientWatch:
                 )
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors_with_backward(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a forward's output from which a backward can begin."""
     leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[1]
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def _listed(names: Sequence[str]) -> str:

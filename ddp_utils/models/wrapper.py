@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Self
 
 from ddp_utils.agree.loggers import get_logger
 from ddp_utils.callsite import refuse_in_section
@@ -91,6 +94,7 @@ class WrappedModel(DistributedDataParallel):
 
     @skip_frames
     def _before_forward(self) -> None:
+        self._finish_buffers()
         if self.training and self._has_peers and not in_join(self):
             refuse_in_section(FORWARD)
             self._refuse_uneven_loader()
@@ -104,6 +108,7 @@ class WrappedModel(DistributedDataParallel):
         synchronises = self.training and self.require_backward_grad_sync and not in_join(self)
         if self._buffers_of_all is not None and synchronises:
             self._buffers_of_all.after_forward(self.module)
+            self._buffers_of_all.end_with_backward_of(output)
         if self._watch is not None:
             self._watch.after_forward(output)
 
@@ -128,7 +133,27 @@ class WrappedModel(DistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return joined_until_exit(self, super().join_hook(**kwargs))  # type: ignore[no-untyped-call]
 
+    def _finish_buffers(self) -> None:
+        """Let nobody see buffers that others have sent and that have not been put in place."""
+        buffers = self.__dict__.get("_buffers_of_all")
+        if buffers is not None:
+            buffers.finish()
+
+    def train(self, mode: bool = True) -> Self:
+        self._finish_buffers()
+        super().train(mode)  # type: ignore[no-untyped-call]
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._finish_buffers()
+        return super().state_dict(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._finish_buffers()
+        return super().named_buffers(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
+        self._finish_buffers()  # also for whoever asks for the model inside
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -186,6 +211,7 @@ class WrappedModel(DistributedDataParallel):
 
     def _kept(self) -> dict[str, Any]:
         """Return what a copy has of this one's state; refuse where a copy could not work."""
+        self._finish_buffers()
         if self._comm_hook == "post_local_sgd":
             raise TypeError(
                 "a model with comm_hook='post_local_sgd' belongs to the groups it was made with "

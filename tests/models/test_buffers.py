@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import RanksDisagreeError, accumulate, all_gather, check_in_sync, unwrap, wrap_ddp
-from ddp_utils.models.buffers import Held, Message
+from ddp_utils.models.buffers import SETTLING, Held, Message
 from ddp_utils.testing import run_distributed
 
 
@@ -195,6 +197,70 @@ def test_without_waiting_for_the_device_a_new_change_is_a_step_late() -> None:
         found.append(buffers_of(later)["hits"][0])
     expected = [[0] * 12, [0] * 6 + [1, 0, 0, 1, 0, 0]]
     assert found == expected[dist.get_rank()]
+
+
+LOOKS: dict[str, Callable[[Any], nn.Module]] = {
+    "the model inside": lambda model: model.module,
+    "its own buffers": lambda model: holding(dict(model.named_buffers(prefix=""))),
+    "its state": lambda model: holding(model.state_dict()),
+    "a copy": lambda model: unwrap(copy.deepcopy(model)),
+    "evaluation": lambda model: unwrap(model.eval()),
+    "an attribute": lambda model: holding({"module.norm.running_mean": model.norm.running_mean}),
+}
+
+
+def holding(state: dict[str, torch.Tensor]) -> nn.Module:
+    """Return a module whose ``norm`` has the statistics of a wrapped model's state."""
+    held = nn.Module()
+    held.norm = nn.BatchNorm1d(3)
+    held.norm.running_mean = state["module.norm.running_mean"]
+    return held
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_before_the_backward_sees_rank_zeros(look: str) -> None:
+    net = Buffered()
+    model = wrap_ddp(net)
+    for step in range(SETTLING + 2):
+        model(batch(step)).square().sum().backward()
+    model(batch(9))
+    if dist.get_rank() == 1:  # alone: what was sent arrives without a collective
+        own = net.norm.running_mean.tolist()
+        seen = LOOKS[look](model).norm.running_mean.tolist()  # type: ignore[union-attr]
+        assert net.norm.running_mean.tolist() == seen != own
+        dist.send(torch.tensor(seen), 0)
+    else:
+        theirs = torch.empty(3)
+        dist.recv(theirs, 1)
+        assert net.norm.running_mean.tolist() == theirs.tolist()
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("how", ["backward", "no gradients"])
+def test_the_model_inside_has_rank_zeros_in_place(how: str) -> None:
+    net = Buffered()
+    model = wrap_ddp(net)
+    for step in range(SETTLING + 2):
+        with torch.set_grad_enabled(how == "backward"):
+            output = model(batch(step)).square().sum()
+        if how == "backward":
+            output.backward()
+        ours, theirs = all_gather({name: b.tolist() for name, b in net.named_buffers()})
+        assert ours == theirs
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_look_before_the_backward_does_not_hide_a_new_change() -> None:
+    net = LaterOn(rank=0)
+    model = wrap_ddp(net)
+    for step in range(SETTLING + 4):
+        output = model(batch(step), now=step == SETTLING + 2).sum()
+        if dist.get_rank() == 0:
+            model.eval().train()
+        output.backward()
+        ours, theirs = all_gather(net.hits.tolist())
+        assert ours == theirs == [float(step >= SETTLING + 2)] * 2
 
 
 class Caching(nn.Module):

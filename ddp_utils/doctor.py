@@ -24,8 +24,8 @@ from ddp_utils import __version__
 from ddp_utils.explain import FORMAT, GREEN, RED, explain, table
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.saying import say
-from ddp_utils.launching import Options, start_ranks
 from ddp_utils.process_group import init_distributed, shutdown_distributed
+from ddp_utils.start.ranks import Options, start_ranks
 from ddp_utils.world import devices, interfaces
 from ddp_utils.world.addresses import is_loopback
 from ddp_utils.world.cores import usable_cores

@@ -169,8 +169,8 @@ def _start(
 ) -> RankFailedError | None:
     """Start the ranks and wait for them; return how the job failed, if it did."""
     from ddp_utils.ground.errors import RankFailedError, StartError
-    from ddp_utils.launching import Options
     from ddp_utils.start.function import file_mentions_ddp
+    from ddp_utils.start.ranks import Options
     from ddp_utils.testing.found_plugins import found_by
     from ddp_utils.testing.in_rank import Request, run_test
     from ddp_utils.testing.run import start

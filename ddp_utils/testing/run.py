@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ddp_utils.launching import Options, start_ranks
+from ddp_utils.start.ranks import Options, start_ranks
 from ddp_utils.start.supervise import JobStopped
 
 R = TypeVar("R")

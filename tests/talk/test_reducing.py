@@ -26,7 +26,6 @@ from ddp_utils import (
 )
 from ddp_utils.ground.trees import leaves_with_paths
 from ddp_utils.talk import reducing
-from ddp_utils.testing import run_distributed
 
 REDUCE: dict[str, Callable[..., Any]] = {
     "mean": all_reduce_mean,
@@ -46,6 +45,13 @@ def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(Exception) as error:  # noqa: PT011  # the text is compared
         call()
     return f"{error.type.__name__}: {error.value}"
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 # -- one rank -----------------------------------------------------------------------------------
@@ -143,11 +149,15 @@ def expected_of(operation: str, values: list[Any]) -> Any:
         return getattr(np, operation)(stacked, 0)
 
 
-def compare_with_numpy(small: int) -> int:
-    """Draw the same trees on both ranks, reduce one's own, and compare with NumPy."""
-    reducing.SMALL = small
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("small", [256, -1], ids=["in the first message", "by all_reduce"])
+def test_any_tree_reduces_as_numpy_reduces_the_stacked_leaves(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducing, "SMALL", small)
     compared = 0
 
+    # The same trees are drawn on both ranks, and each reduces its own.
     @settings(
         derandomize=True, database=None, max_examples=40, deadline=None, phases=[Phase.generate]
     )
@@ -171,19 +181,15 @@ def compare_with_numpy(small: int) -> int:
             compared += 1
 
     compare()
-    return compared
-
-
-@pytest.mark.parametrize("small", [256, -1], ids=["in the first message", "by all_reduce"])
-def test_any_tree_reduces_as_numpy_reduces_the_stacked_leaves(small: int) -> None:
-    compared = run_distributed(compare_with_numpy, small)
-    assert compared[0] == compared[1] > 100
+    first, second = from_all_ranks(compared)
+    assert first == second > 100
 
 
 # -- what comes out, by kind --------------------------------------------------------------------
 
 
-def reduce_many_kinds() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_what_comes_out_by_kind() -> None:
     rank = get_rank()
     grown = torch.ones(2, requires_grad=True) * (rank + 1)
     base = torch.arange(12.0).reshape(3, 4) * (rank + 1)
@@ -200,14 +206,10 @@ def reduce_many_kinds() -> list[Any]:
     ]
     assert not results[0].requires_grad
     assert grown.requires_grad
-    return results
-
-
-def test_what_comes_out_by_kind() -> None:
-    first, second = run_distributed(reduce_many_kinds)
+    first, second = from_all_ranks(results)
     assert repr(first) == repr(second)
-    grown, strided, ordered, ints, greatest, least, nan, infinite, doubles = first
-    assert grown.tolist() == [1.5, 1.5]
+    mean, strided, ordered, ints, greatest, least, nan, infinite, doubles = results
+    assert mean.tolist() == [1.5, 1.5]
     assert strided.tolist() == (torch.arange(12.0).reshape(3, 4).T[1:3, ::2] * 3).tolist()
     assert list(ordered.items()) == [("b", 0.5), ("a", 1.0)]
     assert ints == [2**64 - 2, torch.tensor(10), 1]
@@ -219,20 +221,19 @@ def test_what_comes_out_by_kind() -> None:
     assert doubles == [0.1 + 0.2, 1e300]
 
 
-def overflow(size: int) -> str:
-    return error_of(lambda: all_reduce_sum(torch.full((size,), 2**62)))
-
-
+@pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("size", [1, 300])
 def test_a_sum_of_ints_that_leaves_64_bits_is_an_error_on_all(size: int) -> None:
-    texts = run_distributed(overflow, size)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("OverflowError: ")
-    assert "all_reduce_sum: the value reduces to an int that does not fit in" in texts[0]
+    text = error_of(lambda: all_reduce_sum(torch.full((size,), 2**62)))
+    assert text.startswith("OverflowError: ")
+    assert "all_reduce_sum: the value reduces to an int that does not fit in" in text
+    assert from_all_ranks(text) == [text] * 2
 
 
-def count_collectives(size: int) -> list[int]:
-    """Return how many of torch's collectives one call of ours takes, for 1 and more numbers."""
+@pytest.mark.distributed(world_size=2)
+def test_256_numbers_take_one_collective_and_more_take_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
     for name in ("all_gather", "all_reduce"):
         original = getattr(dist, name)
@@ -241,38 +242,32 @@ def count_collectives(size: int) -> list[int]:
             calls.append(original)
             return original(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        monkeypatch.setattr(dist, name, counted)
     counts = []
-    for value in (1.0, [1.0] * 256, torch.ones(256), torch.ones(size)):
+    for value in (1.0, [1.0] * 256, torch.ones(256), torch.ones(257)):
         calls.clear()
         all_reduce_mean({"a": value})
         counts.append(len(calls))
-    return counts
-
-
-def test_256_numbers_take_one_collective_and_more_take_two() -> None:
-    assert run_distributed(count_collectives, 257) == [[1, 1, 1, 2]] * 2
+    assert counts == [1, 1, 1, 2]
 
 
 # -- weights ------------------------------------------------------------------------------------
 
 
-def weigh(size: int) -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("size", [2, 300])
+def test_weighted_means(size: int) -> None:
     rank = get_rank()
     value = torch.full((size,), float(rank))
     nothing = torch.full((size,), math.nan)
-    return [
+    results = [
         all_reduce_mean(value, weight=1 + 2 * rank)[0].item(),
         all_reduce_mean(nothing if rank else value + 5, weight=torch.tensor(1 - rank))[0].item(),
         all_reduce_mean(value, weight=0)[0].item(),
         error_of(lambda: all_reduce_mean(value, weight=3 if rank else None)).splitlines()[0],
         error_of(lambda: all_reduce_mean(value, weight=-1 if rank else 1)),
     ]
-
-
-@pytest.mark.parametrize("size", [2, 300])
-def test_weighted_means(size: int) -> None:
-    first, second = run_distributed(weigh, size)
+    first, second = from_all_ranks(results)
     assert first[:2] == second[:2] == [0.75, 5.0]
     assert math.isnan(first[2])
     assert first[3] == second[3]
@@ -298,21 +293,17 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def differ() -> list[list[str]]:
+@pytest.mark.distributed(world_size=[2, 3])
+def test_ranks_that_differ_get_the_same_error_naming_ranks_path_and_lines() -> None:
+    world_size = dist.get_world_size()
     texts = []
     for values in DIFFERENT.values():
         calls = [partial(reduce, values[get_rank() % 2]) for reduce in REDUCE.values()]
         texts.append(list(map(error_of, calls)))
-    assert all_reduce_sum(1) == dist.get_world_size()  # and the ranks are still together
-    return texts
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_differ_get_the_same_error_naming_ranks_path_and_lines(world_size: int) -> None:
-    first, *others = run_distributed(differ, world_size=world_size)
-    assert all(other == first for other in others)
-    for texts, (_, _, where) in zip(first, DIFFERENT.values(), strict=True):
-        for name, text in zip(REDUCE, texts, strict=True):
+    assert all_reduce_sum(1) == world_size  # and the ranks are still together
+    assert from_all_ranks(texts) == [texts] * world_size
+    for own, (_, _, where) in zip(texts, DIFFERENT.values(), strict=True):
+        for name, text in zip(REDUCE, own, strict=True):
             head, *lines = text.splitlines()
             assert head == f"RanksDisagreeError: all_reduce_{name}: the ranks differ {where}:"
             assert len(lines) == 2
@@ -321,27 +312,22 @@ def test_ranks_that_differ_get_the_same_error_naming_ranks_path_and_lines(world_
             assert [line.split(":")[0].strip() for line in lines] == [ranks, "rank 1"]
 
 
-def combinations_that_could_cancel() -> list[str]:
-    """Ranks 0 and 1 differ from each other, and rank 2 is their average, or their mirror."""
+@pytest.mark.distributed(world_size=3)
+def test_no_combination_of_differences_cancels() -> None:
+    # Ranks 0 and 1 differ from each other, and rank 2 is their average, or their mirror.
     cases = [(1, 3, 2), (0, 4, 2), (5, 1, 3), (4, 4, 1)]
     sizes = [case[get_rank()] for case in cases]
-    return [error_of(lambda size=size: all_reduce_mean(torch.zeros(size))) for size in sizes]
+    texts = [error_of(lambda size=size: all_reduce_mean(torch.zeros(size))) for size in sizes]
+    assert from_all_ranks(texts) == [texts] * 3
+    assert all(text.startswith("RanksDisagreeError") for text in texts)
 
 
-def test_no_combination_of_differences_cancels() -> None:
-    first, *others = run_distributed(combinations_that_could_cancel, world_size=3)
-    assert all(other == first for other in others)
-    assert all(text.startswith("RanksDisagreeError") for text in first)
-
-
-def bring_something_else() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_a_rank_that_cannot_take_part_tells_the_others() -> None:
     rank = get_rank()
     values: list[Any] = ["text" if rank else 1.0, 2**70 if rank else 1, None]
-    return [error_of(lambda value=value: all_reduce_sum(value)) for value in values]
-
-
-def test_a_rank_that_cannot_take_part_tells_the_others() -> None:
-    first, second = run_distributed(bring_something_else)
+    texts = [error_of(lambda value=value: all_reduce_sum(value)) for value in values]
+    first, second = from_all_ranks(texts)
     assert [text.split(":")[0] for text in second] == ["TypeError", "OverflowError", "TypeError"]
     assert [text.split(":")[0] for text in first] == [*["RanksDisagreeError"] * 2, "TypeError"]
     assert "rank 1 could not take part in all_reduce_sum: TypeError: all_reduce_sum" in first[0]
@@ -350,7 +336,9 @@ def test_a_rank_that_cannot_take_part_tells_the_others() -> None:
 # -- kinds that go together ---------------------------------------------------------------------
 
 
-def bring_weak_numbers(size: int) -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("size", [1, 300])
+def test_python_numbers_go_with_wider_kinds(size: int) -> None:
     rank = get_rank()
     filler = torch.zeros(size)
     pairs: list[tuple[Any, Any]] = [
@@ -360,12 +348,8 @@ def bring_weak_numbers(size: int) -> list[Any]:
         (np.float32(0.5), 1),
         (torch.tensor(2**62), 2**62 - 1),
     ]
-    return [[reduce([pair[rank], filler])[0] for pair in pairs] for reduce in REDUCE.values()]
-
-
-@pytest.mark.parametrize("size", [1, 300])
-def test_python_numbers_go_with_wider_kinds(size: int) -> None:
-    first, second = run_distributed(bring_weak_numbers, size)
+    results = [[reduce([pair[rank], filler])[0] for pair in pairs] for reduce in REDUCE.values()]
+    first, second = from_all_ranks(results)
     for ours, theirs in zip(first, second, strict=True):
         assert [float(x) for x in ours] == [float(x) for x in theirs]
     mean, total, least, greatest = first
@@ -382,7 +366,9 @@ def test_python_numbers_go_with_wider_kinds(size: int) -> None:
 # -- missing keys -------------------------------------------------------------------------------
 
 
-def skip(size: int) -> list[Any]:
+@pytest.mark.distributed(world_size=3)
+@pytest.mark.parametrize("size", [1, 300])
+def test_missing_keys_are_averaged_over_those_who_have_them(size: int) -> None:
     rank = get_rank()
     filler = torch.zeros(size)
     ours = {"loss": 1.0 + rank, "filler": filler}
@@ -392,57 +378,44 @@ def skip(size: int) -> list[Any]:
         ours,
         {} if rank else ours,
     ]
-    results = [all_reduce_mean(tree, missing="skip") for tree in trees]
-    results.append(all_reduce_mean(trees[0], missing="skip", weight=1 + rank))
-    results.append(
-        error_of(lambda: all_reduce_mean([ours] * (1 + rank), missing="skip")).splitlines()[0]
-    )
+    extra, deep, same, some = (all_reduce_mean(tree, missing="skip") for tree in trees)
+    weighted = all_reduce_mean(trees[0], missing="skip", weight=1 + rank)
+    longer = [ours] * (1 + rank)
+    length = error_of(lambda: all_reduce_mean(longer, missing="skip")).splitlines()[0]
     wrong = ours | {"x": torch.zeros(2 + rank)}
-    results.append(error_of(lambda: all_reduce_mean(wrong, missing="skip")).splitlines()[0])
-    return results
+    shape = error_of(lambda: all_reduce_mean(wrong, missing="skip")).splitlines()[0]
 
-
-@pytest.mark.parametrize("size", [1, 300])
-def test_missing_keys_are_averaged_over_those_who_have_them(size: int) -> None:
-    first, second, third = run_distributed(skip, size, world_size=3)
-    for results in (first, second, third):
-        extra, deep, same, some, weighted, length, shape = results
-        assert (extra["loss"], extra["extra"].tolist()) == (2.0, [3.0, 5.0])
-        assert {key: value for key, value in deep["deep"][0].items() if key != "filler"} == {
-            "loss": 2.0,
-            **{f"only {rank}": {"x": (float(rank), 2.0)} for rank in range(3)},
-        }
-        assert same["loss"] == 2.0
-        assert some["loss"] == 1.0
-        assert weighted["loss"] == pytest.approx((1 + 2 * 2 + 3 * 3) / 6)
-        assert weighted["extra"].tolist() == [3.0, 5.0]
-        assert "by more than keys that are missing" in length
-        assert shape.endswith("the ranks differ at ['x']:")
-    assert list(first[0]) == ["loss", "filler", "extra"]
-    assert list(second[1]["deep"][0])[:3] == ["loss", "filler", "only 1"]
+    assert (extra["loss"], extra["extra"].tolist()) == (2.0, [3.0, 5.0])
+    assert {key: value for key, value in deep["deep"][0].items() if key != "filler"} == {
+        "loss": 2.0,
+        **{f"only {other}": {"x": (float(other), 2.0)} for other in range(3)},
+    }
+    assert same["loss"] == 2.0
+    assert some["loss"] == 1.0
+    assert weighted["loss"] == pytest.approx((1 + 2 * 2 + 3 * 3) / 6)
+    assert weighted["extra"].tolist() == [3.0, 5.0]
+    assert "by more than keys that are missing" in length
+    assert shape.endswith("the ranks differ at ['x']:")
+    if rank == 0:
+        assert list(extra) == ["loss", "filler", "extra"]
+    if rank == 1:
+        assert list(deep["deep"][0])[:3] == ["loss", "filler", "only 1"]
 
 
 # -- groups -------------------------------------------------------------------------------------
 
 
-def reduce_in_groups() -> list[Any]:
+@pytest.mark.distributed(world_size=4)
+def test_groups_reduce_by_themselves() -> None:
     rank = get_rank()
     even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
     mine, other = (odd, even) if rank % 2 else (even, odd)
-    return [
-        all_reduce_sum({"rank": rank}, group=mine),
-        all_reduce_mean(torch.full((300,), float(rank)), group=mine)[0].item(),
-        error_of(lambda: all_reduce_max(torch.zeros(rank), group=mine)).splitlines()[1],
-        error_of(lambda: all_reduce_max(1, group=other)),
-        all_reduce_sum(1),
-    ]
-
-
-def test_groups_reduce_by_themselves() -> None:
-    results = run_distributed(reduce_in_groups, world_size=4)
-    assert [result[0] for result in results] == [{"rank": 2}, {"rank": 4}] * 2
-    assert [result[1] for result in results] == [1.0, 2.0] * 2
-    assert [result[2].split(":")[0] for result in results] == ["  rank 0", "  rank 1"] * 2
-    for rank, result in enumerate(results):
-        assert f"rank {rank} called all_reduce_max with a group that it is not in" in result[3]
-        assert result[4] == 4
+    total = all_reduce_sum({"rank": rank}, group=mine)
+    mean = all_reduce_mean(torch.full((300,), float(rank)), group=mine)[0].item()
+    differ = error_of(lambda: all_reduce_max(torch.zeros(rank), group=mine)).splitlines()[1]
+    strange = error_of(lambda: all_reduce_max(1, group=other))
+    assert total == {"rank": [2, 4][rank % 2]}
+    assert mean == [1.0, 2.0][rank % 2]
+    assert differ.split(":")[0] == ["  rank 0", "  rank 1"][rank % 2]
+    assert f"rank {rank} called all_reduce_max with a group that it is not in" in strange
+    assert all_reduce_sum(1) == 4

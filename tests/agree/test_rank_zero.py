@@ -116,42 +116,35 @@ def test_others_print_nothing(as_rank_one_of_two: None, capsys: pytest.CaptureFi
 # -- rank_zero_only, with a group ---------------------------------------------------------------
 
 
-def count_store_keys_around(call: Callable[[], Any]) -> int:
-    before = shared_store().num_keys()
-    call()
-    return shared_store().num_keys() - before
-
-
-def call_alone() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_without_broadcast_it_never_communicates_and_refuses_collectives() -> None:
     rank = get_rank()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("it communicates")
 
-    originals = {name: getattr(dist, name) for name in ("all_gather", "all_reduce", "broadcast")}
-    for name in originals:
-        setattr(dist, name, refuse)
-    results = [add(rank, 5)]
-    if rank == 0:  # the other rank does not even call it
-        results.append(error_of(rank_zero_only(lambda: 1 / 0)))
-        results.append(error_of(rank_zero_only(lambda: all_reduce_mean(1.0))))
-        results.append(error_of(rank_zero_only(lambda: barrier())))
-        results.append(error_of(rank_zero_only(lambda: rank_zero_first().__enter__())))
-    for name, original in originals.items():
-        setattr(dist, name, original)
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_reduce", "broadcast"):
+            patch.setattr(dist, name, refuse)
+        result = add(rank, 5)
+        if rank == 0:  # the other rank does not even call it
+            texts.append(error_of(rank_zero_only(lambda: 1 / 0)))
+            texts.append(error_of(rank_zero_only(lambda: all_reduce_mean(1.0))))
+            texts.append(error_of(rank_zero_only(lambda: barrier())))
+            texts.append(error_of(rank_zero_only(lambda: rank_zero_first().__enter__())))
     barrier()
-    return results
 
-
-def test_without_broadcast_it_never_communicates_and_refuses_collectives() -> None:
-    first, second = run_distributed(call_alone)
-    assert second == [None]
-    assert first[0] == 5
-    assert first[1].startswith("ZeroDivisionError")
+    if rank == 1:
+        assert result is None
+        return
+    assert result == 5
+    assert texts[0].startswith("ZeroDivisionError")
     names = ("all_reduce_mean", "barrier", "rank_zero_first")
-    for text, operation in zip(first[2:], names, strict=True):
+    own = "test_without_broadcast_it_never_communicates_and_refuses_collectives"
+    for text, operation in zip(texts[1:], names, strict=True):
         assert text.startswith(f"OneRankSectionError: rank 0 called {operation} at {__file__}:")
-        assert f"inside the rank_zero_only call_alone.<locals>.<lambda> ({__file__}:" in text
+        assert f"inside the rank_zero_only {own}.<locals>.<lambda> ({__file__}:" in text
 
 
 def end_the_job() -> None:
@@ -165,7 +158,8 @@ def test_a_collective_in_a_section_ends_the_job_with_its_error() -> None:
     assert error.value.rank == 0
 
 
-def call_for_all(world_size: int) -> list[Any]:
+@pytest.mark.distributed(world_size=[2, 3])
+def test_with_broadcast_all_get_rank_zeros_value_or_its_error() -> None:
     rank = get_rank()
     calls: list[str] = []
 
@@ -194,34 +188,30 @@ def call_for_all(world_size: int) -> list[Any]:
         rank_zero_only(get_rank, broadcast=True, local=True)(),
         error_of(rank_zero_only(fail, broadcast=True, local=True)),
     ]
-    assert all_reduce_mean(rank) == (world_size - 1) / 2
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_with_broadcast_all_get_rank_zeros_value_or_its_error(world_size: int) -> None:
-    first, *others = run_distributed(call_for_all, world_size, world_size=world_size)
-    assert first[:3] == [0, 1000.0, ["first"]]
-    assert first[3].startswith("FileNotFoundError")
-    assert first[4] == "SystemExit: 3"
-    assert first[5].startswith("OneRankSectionError: rank 0 called all_reduce_mean")
-    assert "pickle" in first[6]
-    for rank, other in enumerate(others, start=1):
-        assert other[:3] == [0, 1000.0, []]
-        causes = ("FileNotFoundError: ", "SystemExit: 3", "OneRankSectionError")
-        for text, what in zip(other[3:6], causes, strict=True):
-            assert text.startswith("RankZeroError: rank 0 raised in the rank_zero_only call_for_al")
-            assert f"for which rank {rank} waited ({__file__}:" in text
-            assert what in text
-        assert "rank 0 could not take part in broadcast(src=0)" in other[6]
-        assert other[7] == 0
-        assert other[8].startswith("RankZeroError")
+    assert all_reduce_mean(rank) == (dist.get_world_size() - 1) / 2
+    if rank == 0:
+        assert results[:3] == [0, 1000.0, ["first"]]
+        assert results[3].startswith("FileNotFoundError")
+        assert results[4] == "SystemExit: 3"
+        assert results[5].startswith("OneRankSectionError: rank 0 called all_reduce_mean")
+        assert "pickle" in results[6]
+        return
+    assert results[:3] == [0, 1000.0, []]
+    causes = ("FileNotFoundError: ", "SystemExit: 3", "OneRankSectionError")
+    for text, what in zip(results[3:6], causes, strict=True):
+        assert text.startswith("RankZeroError: rank 0 raised in the rank_zero_only test_with_broad")
+        assert f"for which rank {rank} waited ({__file__}:" in text
+        assert what in text
+    assert "rank 0 could not take part in broadcast(src=0)" in results[6]
+    assert results[7] == 0
+    assert results[8].startswith("RankZeroError")
 
 
 # -- rank_zero_first ----------------------------------------------------------------------------
 
 
-def take_turns() -> list[Any]:
+@pytest.mark.distributed(world_size=[2, 3])
+def test_rank_zero_goes_first_and_its_error_is_everybodys() -> None:
     rank = get_rank()
     with rank_zero_first():
         if rank == 0:
@@ -236,25 +226,20 @@ def take_turns() -> list[Any]:
             if rank == 0:
                 raise OSError(28, "no space left")
 
-    return [made, refused, error_of(fail), rank_zero_only(int, local=True) is int]
+    failed = error_of(fail)
+    assert made is True
+    assert refused.startswith(f"OneRankSectionError: rank {rank} called any_rank")
+    if rank == 0:
+        assert f"inside rank_zero_first ({__file__}:" in refused
+        assert failed == "OSError: [Errno 28] no space left"
+    else:
+        assert failed.startswith("RankZeroError: rank 0 raised in rank_zero_first, for which")
+        assert "OSError: [Errno 28] no space left" in failed
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_zero_goes_first_and_its_error_is_everybodys(world_size: int) -> None:
-    first, *others = run_distributed(take_turns, world_size=world_size)
-    assert first[0] is True
-    assert first[1].startswith("OneRankSectionError: rank 0 called any_rank")
-    assert f"inside rank_zero_first ({__file__}:" in first[1]
-    assert first[2] == "OSError: [Errno 28] no space left"
-    for rank, other in enumerate(others, start=1):
-        assert other[0] is True
-        assert other[1].startswith(f"OneRankSectionError: rank {rank} called any_rank")
-        assert other[2].startswith("RankZeroError: rank 0 raised in rank_zero_first, for which")
-        assert "OSError: [Errno 28] no space left" in other[2]
-
-
-def work_long(with_the_gil: bool) -> float:
-    """Work in rank zero's turn for longer than the group's timeout."""
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("with_the_gil", [False, True])
+def test_rank_zero_may_work_longer_than_the_groups_timeout(with_the_gil: bool) -> None:
     make_a_group_as_others_do(seconds=1)
     started = time.monotonic()
     with rank_zero_first():
@@ -265,7 +250,7 @@ def work_long(with_the_gil: bool) -> float:
                 time.sleep(2.5)
     waited = time.monotonic() - started
     any_rank(False)
-    return waited
+    assert waited >= 2.4
 
 
 def hold_the_gil(seconds: float) -> None:
@@ -276,12 +261,6 @@ def hold_the_gil(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         usleep(999_000)
-
-
-@pytest.mark.parametrize("with_the_gil", [False, True])
-def test_rank_zero_may_work_longer_than_the_groups_timeout(with_the_gil: bool) -> None:
-    waits = run_distributed(work_long, with_the_gil)
-    assert all(waited >= 2.4 for waited in waits)
 
 
 def die_in_turn(how: str) -> None:
@@ -297,28 +276,27 @@ def test_rank_zeros_death_is_found_by_whoever_waits_for_the_process(how: str, te
     assert error.value.rank == 0
 
 
-def never_come() -> str | None:
+@pytest.mark.distributed(world_size=2)
+def test_a_rank_zero_that_has_left_is_not_waited_for() -> None:
     def section() -> None:
         with rank_zero_first():
             pass
 
-    return error_of(section) if get_rank() else None
-
-
-def test_a_rank_zero_that_has_left_is_not_waited_for() -> None:
-    _, text = run_distributed(never_come)
-    assert text is not None
+    if get_rank() == 0:
+        return
+    text = error_of(section)
     assert text.startswith("AbsentRanksError: rank 0 has returned without coming to rank_zero_fir")
 
 
-def be_on_two_machines(num_nodes: int) -> list[Any]:
-    """Say that each pair of ranks is a machine of its own, and go first on each."""
+@pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize("num_nodes", [2, 3])  # some launchers leave it to be guessed
+def test_with_local_each_machine_has_its_own_rank_zero(num_nodes: int) -> None:
+    # Each pair of ranks is told that it is a machine of its own, and goes first on it.
     rank = get_rank()
     world = World(rank, 4, rank % 2, 2, rank // 2, num_nodes, "torchrun")
     world_module.SIMULATED.set(world)
-    order = []
     with rank_zero_first(local=True):
-        order.append(shared_store().add(f"came/{world.node_rank}", 1))
+        order = shared_store().add(f"came/{world.node_rank}", 1)
         if rank == 0:
             sleep_until("machine 1 is through")
     if rank == 3:
@@ -331,33 +309,29 @@ def be_on_two_machines(num_nodes: int) -> list[Any]:
         return f"of {get_rank()}"
 
     own = rank_zero_only(get_rank, broadcast=True, local=True)()
-    return [order, rank_zero_only(get_rank, local=True)(), error_of(name), own]
+    alone = rank_zero_only(get_rank, local=True)()
+    text = error_of(name)
+    assert order == [1, 2, 1, 2][rank]
+    assert alone == [0, None, 2, None][rank]
+    assert own == [0, 0, 2, 2][rank]
+    if rank == 2:
+        assert text == "LookupError: on machine 1 alone"
+    else:
+        assert text.startswith("RankZeroError: rank 2 raised in the rank_zero_only")
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3])  # some launchers leave it to be guessed
-def test_with_local_each_machine_has_its_own_rank_zero(num_nodes: int) -> None:
-    results = run_distributed(be_on_two_machines, num_nodes, world_size=4)
-    assert [result[0] for result in results] == [[1], [2], [1], [2]]
-    assert [result[1] for result in results] == [0, None, 2, None]
-    assert [result[3] for result in results] == [0, 0, 2, 2]
-    assert results[2][2] == "LookupError: on machine 1 alone"
-    for rank in (0, 1, 3):
-        assert results[rank][2].startswith("RankZeroError: rank 2 raised in the rank_zero_only")
-
-
-def see_the_cause() -> Any:
-    try:
+@pytest.mark.distributed(world_size=2)
+def test_the_error_of_the_others_names_its_cause_for_machines_too() -> None:
+    def section() -> None:
         with rank_zero_first():
             if get_rank() == 0:
                 raise ValueError("not this")
-    except RankZeroError as error:
-        return error.effect_of  # type: ignore[attr-defined]
-    except ValueError:
-        return None
 
-
-def test_the_error_of_the_others_names_its_cause_for_machines_too() -> None:
-    assert run_distributed(see_the_cause) == [None, 0]
+    with pytest.raises((RankZeroError, ValueError)) as caught:
+        section()
+    assert caught.type is [ValueError, RankZeroError][get_rank()]
+    if get_rank() == 1:
+        assert caught.value.effect_of == 0  # type: ignore[union-attr]
 
 
 SCRIPT = """
@@ -392,7 +366,8 @@ def make_a_group_as_others_do(seconds: float) -> None:
     dist.init_process_group("gloo", store=mine, rank=rank, world_size=2, timeout=timeout)
 
 
-def use_a_group_of_somebody_else() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_a_group_that_somebody_else_made_serves_as_well() -> None:
     for _ in range(3):
         barrier()  # in the first group, whose store goes with it
     make_a_group_as_others_do(seconds=20)
@@ -401,8 +376,4 @@ def use_a_group_of_somebody_else() -> list[Any]:
     barrier()
     results = [all_reduce_mean(get_rank()), rank_zero_only(get_rank, broadcast=True)()]
     barrier()
-    return results
-
-
-def test_a_group_that_somebody_else_made_serves_as_well() -> None:
-    assert run_distributed(use_a_group_of_somebody_else) == [[0.5, 0], [0.5, 0]]
+    assert results == [0.5, 0]

@@ -30,7 +30,15 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
     barrier(timeout=0)
 
 
-def pass_barriers() -> tuple[int, int, list[bool]]:
+def from_all_ranks(value: Any) -> list[Any]:
+    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.distributed(world_size=3)
+def test_nobody_passes_before_all_have_come_and_nothing_piles_up_in_the_store() -> None:
     rank = get_rank()
     seen = []
     for turn in range(20):
@@ -40,54 +48,46 @@ def pass_barriers() -> tuple[int, int, list[bool]]:
     barrier(timedelta(seconds=30))
     any_rank(False)  # so that all have cleared up before somebody counts
     left = [turn for turn in range(21) if shared_store().check([f"barrier/0/{turn}/{rank}"])]
-    return len(left), left[-1], seen
+    assert (len(left), left[-1]) == (2, 20)
+    assert seen == [True] * 20
 
 
-def test_nobody_passes_before_all_have_come_and_nothing_piles_up_in_the_store() -> None:
-    for left, last, seen in run_distributed(pass_barriers, world_size=3):
-        assert (left, last) == (2, 20)
-        assert seen == [True] * 20
-
-
-def come_late() -> list[str]:
+@pytest.mark.distributed(world_size=3)
+def test_the_absent_are_named_with_host_and_process_also_to_themselves() -> None:
     if get_rank() == 2:
         while not shared_store().check(["barrier/0/0/verdict"]):
             time.sleep(0.01)
-    texts = [error_of(lambda: barrier(0.3))]
+    text = error_of(lambda: barrier(0.3))
     barrier()  # all are together again
-    return texts
-
-
-def test_the_absent_are_named_with_host_and_process_also_to_themselves() -> None:
-    first, second, third = run_distributed(come_late, world_size=3)
-    assert first == second == third
-    head, whereabouts = first[0].splitlines()
+    assert from_all_ranks(text) == [text] * 3
+    head, place = text.splitlines()
     assert head.startswith("AbsentRanksError: rank 2 did not come to barrier within 0.3 s; ranks 0")
     assert f"{__file__}:" in head
-    assert whereabouts.startswith("  rank 2: host ")
-    assert "pid" in whereabouts
+    assert place.startswith("  rank 2: host ")
+    assert "pid" in place
 
 
-def leave_early(how: str) -> str | None:
-    if get_rank() == 1:
-        if how == "exited":
-            sys.exit(0)
-        return None
-    return error_of(barrier)
-
-
+@pytest.mark.distributed(world_size=2)
 def test_a_rank_that_has_returned_is_not_waited_for() -> None:
-    text, _ = run_distributed(leave_early, "returned")
-    assert text is not None
+    if get_rank() == 1:
+        return
+    text = error_of(barrier)
     assert text.startswith("AbsentRanksError: rank 1 has returned without coming to barrier")
+
+
+def exit_early() -> None:
+    if get_rank() == 1:
+        sys.exit(0)
+    error_of(barrier)
 
 
 def test_a_rank_that_has_exited_is_not_waited_for() -> None:
     with pytest.raises(RankFailedError):  # since it left the others by sys.exit
-        run_distributed(leave_early, "exited")
+        run_distributed(exit_early)
 
 
-def meet() -> list[Any]:
+@pytest.mark.distributed(world_size=4)
+def test_words_are_heard_within_a_group_and_whereabouts_of_all() -> None:
     rank = get_rank()
     even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
     from ddp_utils.talk.circle import circle_of
@@ -98,35 +98,24 @@ def meet() -> list[Any]:
     meeting.wait_for_all(20)
     barrier(group=odd if rank % 2 else even)
     barrier()
-    return [heard, whereabouts(1 - rank % 2), find_rank(0, rank), find_rank(1, 0), os.getpid()]
+    assert heard == ["word of 2", "word of 3"][rank % 2]
+    pids, other = from_all_ranks(os.getpid()), 1 - rank % 2
+    assert whereabouts(other).endswith(f"pid {pids[other]}")
+    assert (find_rank(0, rank), find_rank(1, 0)) == (rank, None)
 
 
-def test_words_are_heard_within_a_group_and_whereabouts_of_all() -> None:
-    results = run_distributed(meet, world_size=4)
-    assert [result[0] for result in results] == ["word of 2", "word of 3"] * 2
-    assert results[1][1].endswith(f"pid {results[0][4]}")
-    assert [result[2:4] for result in results] == [[rank, None] for rank in range(4)]
-
-
-def timeout_of(seconds: float | None) -> list[float]:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
-    return [group_timeout(None), group_timeout(group)]
-
-
+@pytest.mark.distributed(world_size=2)
 def test_a_groups_timeout_can_be_asked_for() -> None:
-    assert run_distributed(timeout_of, None)[0] == [1800.0, 7.0]
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    assert [group_timeout(None), group_timeout(group)] == [1800.0, 7.0]
 
 
-def expire_at_the_groups_timeout() -> str | None:
+@pytest.mark.distributed(world_size=2)
+def test_a_barrier_keeps_to_its_groups_timeout() -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
     if get_rank() == 0:
-        return error_of(lambda: barrier(group=group)).splitlines()[0]
+        head = error_of(lambda: barrier(group=group)).splitlines()[0]
+        assert "rank 1 did not come to barrier within 0.5 s" in head
+        return
     while not shared_store().check([f"barrier/{group.group_name}/0/verdict"]):
         time.sleep(0.01)
-    return None
-
-
-def test_a_barrier_keeps_to_its_groups_timeout() -> None:
-    text, _ = run_distributed(expire_at_the_groups_timeout)
-    assert text is not None
-    assert "rank 1 did not come to barrier within 0.5 s" in text

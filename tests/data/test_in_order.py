@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
 from ddp_utils import (
@@ -19,7 +20,6 @@ from ddp_utils import (
     make_sampler,
     shard_batch_sampler,
 )
-from ddp_utils.testing import run_distributed
 
 
 class Pair(NamedTuple):
@@ -60,7 +60,17 @@ def evaluate() -> None:
             assert torch.equal(metrics(rows.tolist()), metrics(list(range(n))))  # bit by bit
 
 
-def count_and_average() -> None:
+def from_all_ranks(value: Any) -> list[Any]:
+    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:.* samples for . ranks")
+@pytest.mark.distributed(world_size=[1, 2, 4])
+def test_evaluation_is_that_of_one_process() -> None:
+    evaluate()
     for n in (1, 3, 50):
         losses = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
         loader = make_loader(range(n), 4)
@@ -74,12 +84,23 @@ def count_and_average() -> None:
         assert mean == pytest.approx(losses.mean().item(), abs=1e-12)
 
 
-def one_destination() -> Any:
+def test_it_works_without_ranks() -> None:
+    evaluate()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_one_rank_alone_may_get_the_result() -> None:
     sampler = make_sampler(7, shuffle=False)
-    return gather_in_order(torch.tensor(list(sampler)), sampler, dst=1)
+    rows = gather_in_order(torch.tensor(list(sampler)), sampler, dst=1)
+    if sampler.rank == 0:
+        assert rows is None
+    else:
+        assert rows is not None
+        assert rows.tolist() == list(range(7))
 
 
-def other_passes() -> None:
+@pytest.mark.distributed(world_size=2)
+def test_other_passes_come_in_order_too() -> None:
     # Left out by drop_last; resumed; drawn by a sampler of one's own; walked by a plain loader.
     loader: Any = make_loader(range(9), 2, drop_last=True)
     mine = torch.tensor([int(s) for batch in loader for s in batch])
@@ -104,7 +125,8 @@ def other_passes() -> None:
     assert gather_in_order(mine, plain).tolist() == list(range(11))
 
 
-def mistakes() -> list[str]:
+@pytest.mark.distributed(world_size=2)
+def test_one_ranks_mistake_is_every_ranks_error() -> None:
     loader: Any = make_loader(range(7), 2)
     sampler = loader.sampler
     messages = []
@@ -125,34 +147,9 @@ def mistakes() -> list[str]:
     failing([torch.from_numpy(zeros), zeros][sampler.rank], sampler)
     failing([], DataLoader(range(3)))  # type: ignore[arg-type]
     failing([], make_loader(range(4), batch_sampler=shard_batch_sampler([[1], [2]])))
-    return messages
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_evaluation_is_that_of_one_process(world_size: int) -> None:
-    run_distributed(evaluate, world_size=world_size)
-    run_distributed(count_and_average, world_size=world_size)
-
-
-def test_it_works_without_ranks() -> None:
-    evaluate()
-
-
-def test_one_rank_alone_may_get_the_result() -> None:
-    zero, one = run_distributed(one_destination, world_size=2)
-    assert zero is None
-    assert one.tolist() == list(range(7))
-
-
-def test_other_passes_come_in_order_too() -> None:
-    run_distributed(other_passes, world_size=2)
-
-
-def test_one_ranks_mistake_is_every_ranks_error() -> None:
-    zero, one = run_distributed(mistakes, world_size=2)
-    assert zero == one
+    assert from_all_ranks(messages) == [messages] * 2
     for message, words in zip(
-        zero,
+        messages,
         [
             "rank 0 has not walked range(0, 7) to its end",
             "rank 1 has 4 rows at the root, for 3 samples",
@@ -169,8 +166,9 @@ def test_one_ranks_mistake_is_every_ranks_error() -> None:
         assert words in message
 
 
-def looks() -> str:
-    """One rank looks at the only batch of its share, before and after the pass of an epoch."""
+@pytest.mark.distributed(world_size=2)
+def test_a_look_at_a_whole_share_is_never_taken_for_the_pass_before_it() -> None:
+    # One rank looks at the only batch of its share, before and after the pass of an epoch.
     loader = make_loader(range(8), 4, shuffle=True, seed=0)
     rank = loader.sampler.rank  # type: ignore[attr-defined]
     if rank == 0:
@@ -183,14 +181,10 @@ def looks() -> str:
         gather_in_order(mine, loader)
     mine = [int(s) for batch in loader for s in batch]
     assert gather_in_order(mine, loader) == list(range(8))
-    return str(caught.value)
-
-
-def test_a_look_at_a_whole_share_is_never_taken_for_the_pass_before_it() -> None:
-    zero, one = run_distributed(looks, world_size=2)
-    assert zero == one
+    text = str(caught.value)
+    assert from_all_ranks(text) == [text] * 2
     words = "rank 0 has walked epoch 0 of range(0, 8) and then taken the only batch of epoch 1"
-    assert words in zero
+    assert words in text
 
 
 def test_a_pass_of_one_batch_may_be_one_call_of_next() -> None:
@@ -199,8 +193,9 @@ def test_a_pass_of_one_batch_may_be_one_call_of_next() -> None:
         assert gather_in_order([int(s) for s in next(iter(loader))], loader) == [0, 1, 2]
 
 
-def passes_that_do_not_ask_for_more() -> None:
-    """Walk a whole share by its length alone, so that the sequence is not seen to end."""
+@pytest.mark.distributed(world_size=2)
+def test_a_wrapped_sampler_need_not_be_seen_to_end() -> None:
+    # A whole share is walked by its length alone, so that the sequence is not seen to end.
     for n in (2, 6, 14, 20_000):
         loader: Any = make_loader(range(n), 2, sampler=RandomSampler(range(n)), seed=0)
         batches = iter(loader)
@@ -210,10 +205,6 @@ def passes_that_do_not_ask_for_more() -> None:
         assert sorted(drawn) == list(range(n))
 
 
-def test_a_wrapped_sampler_need_not_be_seen_to_end() -> None:
-    run_distributed(passes_that_do_not_ask_for_more, world_size=2)
-
-
 class Unreadable(dict[str, Any]):
     """A mapping that one rank cannot take apart."""
 
@@ -221,12 +212,9 @@ class Unreadable(dict[str, Any]):
         raise RuntimeError("not today")
 
 
-def one_cannot_bring() -> None:
+@pytest.mark.distributed(world_size=2)
+def test_whatever_one_rank_raises_before_the_exchange_is_everybodys_error() -> None:
     sampler = make_sampler(4, shuffle=False)
     rows = {"x": torch.tensor(list(sampler))}
     with pytest.raises(RanksDisagreeError, match="rank 1 not today"):
         gather_in_order(Unreadable(rows) if sampler.rank else rows, sampler)
-
-
-def test_whatever_one_rank_raises_before_the_exchange_is_everybodys_error() -> None:
-    run_distributed(one_cannot_bring, world_size=2)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_ranks import global_random_state, on_ranks
@@ -25,7 +26,6 @@ from torch.utils.data import (
 
 from ddp_utils import make_sampler, seed_everything
 from ddp_utils.data import samplers
-from ddp_utils.testing import run_distributed
 from ddp_utils.world.world import SIMULATED, World
 
 
@@ -203,15 +203,20 @@ def test_a_plain_loader_that_has_drawn_all_does_not_end_the_epoch() -> None:
     assert next(iter(loader)).tolist() != first.tolist()
 
 
-def on_real_ranks() -> dict[str, Any]:
+def from_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.distributed(world_size=3)
+def test_ranks_agree_without_talking() -> None:
     sampler = make_sampler(23)
     if sampler.rank == 1:
         next(iter(sampler))
-    return {"seed": sampler.seed, "first": list(sampler), "second": list(sampler)}
-
-
-def test_ranks_agree_without_talking() -> None:
-    results = run_distributed(on_real_ranks, world_size=3)
+    results = from_all_ranks(
+        {"seed": sampler.seed, "first": list(sampler), "second": list(sampler)}
+    )
     assert len({result["seed"] for result in results}) == 1
     for name in ("first", "second"):
         assert sorted(set().union(*(result[name] for result in results))) == list(range(23))
@@ -219,38 +224,28 @@ def test_ranks_agree_without_talking() -> None:
     assert results[0]["first"] != results[0]["second"]
 
 
-def rank_dependent(what: str) -> str:
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("what", ["length", "seed"])
+def test_ranks_that_differ_are_told(what: str) -> None:
     rank = int(make_sampler(4).rank)
     length, seed = (10 + rank, 0) if what == "length" else (10, rank)
+    own = ""
     try:
         list(make_sampler(length, seed=seed))
     except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("what", ["length", "seed"])
-def test_ranks_that_differ_are_told(what: str) -> None:
-    messages = run_distributed(rank_dependent, what, world_size=2)
-    message = next(filter(None, messages))
+        own = str(error)
+    message = next(filter(None, from_all_ranks(own)))
     assert "ranks differ in the sampler" in message
     assert {"length": "11 samples", "seed": "seed 1"}[what] in message
 
 
-def made_before_there_were_ranks() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_a_sampler_made_too_early_is_refused() -> None:
     token = SIMULATED.set(World())
     sampler = make_sampler(10)
     SIMULATED.reset(token)
-    try:
+    with pytest.raises(RuntimeError, match="made before there were 2 ranks"):
         list(sampler)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_sampler_made_too_early_is_refused() -> None:
-    for message in run_distributed(made_before_there_were_ranks, world_size=2):
-        assert "made before there were 2 ranks" in message
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_ranks import global_random_state, on_ranks
@@ -22,7 +23,6 @@ from torch.utils.data import (
 )
 
 from ddp_utils import make_sampler, shard_batch_sampler
-from ddp_utils.testing import run_distributed
 
 
 class Draws(Sampler[int]):
@@ -189,27 +189,28 @@ class Afresh(Sampler[int]):
         return iter(np.random.default_rng().permutation(100).tolist())
 
 
-def draws_afresh() -> str:
+def from_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_sampler_that_cannot_agree_is_found_out() -> None:
+    own = ""
     try:
         list(make_sampler(Afresh()))
     except RuntimeError as error:
-        return str(error)
-    return ""
+        own = str(error)
+    message = next(filter(None, from_all_ranks(own)))
+    assert "Afresh draws differently on different ranks" in message
 
 
-def test_a_sampler_that_cannot_agree_is_found_out() -> None:
-    messages = run_distributed(draws_afresh, world_size=2)
-    assert "Afresh draws differently on different ranks" in next(filter(None, messages))
-
-
-def own_generators() -> list[int]:
+@pytest.mark.distributed(world_size=3)
+def test_ranks_with_generators_seeded_apart_still_share_one_sequence() -> None:
     rank = make_sampler(3).rank
     generator = torch.Generator().manual_seed(rank)
     sampler = make_sampler(RandomSampler(range(21), generator=generator))
-    return [*sampler, sampler.seed]
-
-
-def test_ranks_with_generators_seeded_apart_still_share_one_sequence() -> None:
-    results = run_distributed(own_generators, world_size=3)
+    results = from_all_ranks([*sampler, sampler.seed])
     assert len({result.pop() for result in results}) == 1
     assert sorted(sample for result in results for sample in result) == list(range(21))

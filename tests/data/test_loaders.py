@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from played_ranks import global_random_state, on_ranks
 from torch.utils.data import (
     BatchSampler,
@@ -32,7 +33,6 @@ from ddp_utils import (
 )
 from ddp_utils.data import loaders
 from ddp_utils.data.loaders import uneven_pass_in_progress
-from ddp_utils.testing import run_distributed
 
 
 def batches(loader: Any) -> list[list[int]]:
@@ -309,17 +309,16 @@ def test_a_left_pass_warns_once_at_the_users_line() -> None:
     assert sorted(s for batch in first for s in batch) == list(range(40))
 
 
-def real_ranks() -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_real_ranks_share_out_real_loaders() -> None:
     data = TensorDataset(torch.arange(22))
     shuffled = make_loader(data, 3, shuffle=True, num_workers=2, persistent_workers=True)
     epochs = [[s for (batch,) in shuffled for s in batch.tolist()] for _ in range(2)]
     weighted = make_loader(data, batch_size=4, sampler=RandomSampler(data), num_workers=1)
     drawn = [s for (batch,) in weighted for s in batch.tolist()]
-    return [*epochs, drawn]
-
-
-def test_real_ranks_share_out_real_loaders() -> None:
-    for shares in zip(*run_distributed(real_ranks, world_size=2), strict=True):
+    everybodys: list[Any] = [None] * 2
+    dist.all_gather_object(everybodys, [*epochs, drawn])
+    for shares in zip(*everybodys, strict=True):
         assert sorted(s for share in shares for s in share) == list(range(22))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -56,29 +57,26 @@ def test_without_a_number_the_ranks_agree_on_one() -> None:
     assert run_distributed(seeded, None, world_size=2)[0][0] != zero[0]
 
 
-def seeded_by_rank() -> str:
+@pytest.mark.distributed(world_size=2)
+def test_a_number_with_the_rank_in_it_is_found_out() -> None:
+    own = ""
     try:
         seed_everything(40 + make_sampler(2).rank)
     except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_number_with_the_rank_in_it_is_found_out() -> None:
-    message = next(filter(None, run_distributed(seeded_by_rank, world_size=2)))
+        own = str(error)
+    everybodys: list[Any] = [None] * 2
+    dist.all_gather_object(everybodys, own)
+    message = next(filter(None, everybodys))
     assert "seed_everything got different numbers" in message
     assert "has 40" in message
     assert "has 41" in message
 
 
-def seeded_on_rank_zero_alone() -> int:
+@pytest.mark.distributed(world_size=2)
+def test_one_rank_may_seed_at_a_line_of_its_own() -> None:
     if make_sampler(2).rank == 0:
         seed_everything(99)
-    return seed_everything(3)
-
-
-def test_one_rank_may_seed_at_a_line_of_its_own() -> None:
-    assert run_distributed(seeded_on_rank_zero_alone, world_size=2) == [3, 3]
+    assert seed_everything(3) == 3
 
 
 class Seeding(Dataset[Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch._dynamo  # DDP imports it; so every rank finds it loaded
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_utils import unwrap, wrap_ddp
 from ddp_utils.ground.unwrapping import wrapper_layers
-from ddp_utils.testing import run_distributed
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -55,13 +55,10 @@ def test_compiling_in_place_wraps_nothing() -> None:
     assert unwrap(model) is model
 
 
-def all_four() -> bool:
-    bare = nn.Linear(1, 1)
-    return unwrap(compiled(wrap_ddp(compiled(bare)))) is bare
-
-
+@pytest.mark.distributed(world_size=1)
 def test_ddp_in_between() -> None:
-    assert run_distributed(all_four, world_size=1) == [True]
+    bare = nn.Linear(1, 1)
+    assert unwrap(compiled(wrap_ddp(compiled(bare)))) is bare
 
 
 def test_asking_does_not_import_the_compiler() -> None:

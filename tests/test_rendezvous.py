@@ -6,11 +6,12 @@ Ranks that this package started play ranks of another launcher here, as that is 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddp_utils import (
     LauncherError,
@@ -29,10 +30,18 @@ Text = str | None
 SECONDS = timedelta(seconds=30)
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port(free_port: int) -> int:
+    """Return a port that was free on rank zero a moment ago, the same one on all ranks."""
+    ports = [free_port]
+    dist.broadcast_object_list(ports)
+    return ports[0]
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def as_under_another_launcher(port: int, **changes: int | str) -> World:
@@ -56,7 +65,8 @@ def error_of(call: Callable[[], object]) -> Text:
     return None
 
 
-def come(port: int) -> tuple[int, Text]:
+@pytest.mark.distributed(world_size=3)
+def test_all_ranks_come_and_share_a_store_and_may_do_so_again(port: int) -> None:
     world = as_under_another_launcher(port)
     meeting = meet(world, None, SECONDS)
     seen = roll_call(meeting, world, SECONDS)
@@ -65,14 +75,23 @@ def come(port: int) -> tuple[int, Text]:
     again = meet(world, None, SECONDS)  # a second group, at the same store
     roll_call(again, world, SECONDS)
     assert not again.store.check(["done"])
-    return meeting.store.add("total", 0), seen
+    assert (meeting.store.add("total", 0), seen) == (3, "127.0.0.1")
 
 
-def test_all_ranks_come_and_share_a_store_and_may_do_so_again() -> None:
-    assert run_distributed(come, free_port(), world_size=3) == [(3, "127.0.0.1")] * 3
-
-
-def come_with(port: int, what: str) -> Text:
+@pytest.mark.distributed(world_size=3)
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("trouble", ["rank 0 on ", "no device for me"]),
+        ("same rank", ["there is another rank 1", "MASTER_PORT"]),
+        ("other size", ["it was told of", "WORLD_SIZE must be the same"]),
+        ("same device", ["same device as rank", "GPU-1", "DDP_UTILS_OVERSUBSCRIBE=1"]),
+    ],
+)
+def test_what_is_wrong_with_one_rank_is_an_error_on_all(
+    what: str, texts: list[str], port: int
+) -> None:
+    """S11: two tasks with one device; R04: the same RANK everywhere, which hung."""
     changes: dict[str, int | str] = {}
     trouble, device = None, None
     if what == "trouble" and get_rank() == 0:
@@ -85,21 +104,8 @@ def come_with(port: int, what: str) -> Text:
         device = f"cuda GPU-{min(get_rank(), 1)}"
     world = as_under_another_launcher(port, **changes)
     meeting = meet(world, None, SECONDS)
-    return error_of(lambda: roll_call(meeting, world, SECONDS, device=device, trouble=trouble))
-
-
-@pytest.mark.parametrize(
-    ("what", "texts"),
-    [
-        ("trouble", ["rank 0 on ", "no device for me"]),
-        ("same rank", ["there is another rank 1", "MASTER_PORT"]),
-        ("other size", ["it was told of", "WORLD_SIZE must be the same"]),
-        ("same device", ["same device as rank", "GPU-1", "DDP_UTILS_OVERSUBSCRIBE=1"]),
-    ],
-)
-def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, texts: list[str]) -> None:
-    """S11: two tasks with one device; R04: the same RANK everywhere, which hung."""
-    errors = run_distributed(come_with, free_port(), what, world_size=3)
+    own = error_of(lambda: roll_call(meeting, world, SECONDS, device=device, trouble=trouble))
+    errors = from_all_ranks(own)
     if what == "trouble":
         assert errors[0] == "LauncherError: no device for me"
         errors = errors[1:]
@@ -110,54 +116,50 @@ def test_what_is_wrong_with_one_rank_is_an_error_on_all(what: str, texts: list[s
         assert text in error
 
 
-def two_jobs(port: int) -> Text:
-    """Ranks 0 and 1 are one job, rank 2 is rank 1 of another that was told the same port."""
+@pytest.mark.distributed(world_size=3)
+def test_a_rank_that_comes_to_another_job_s_store_is_told_and_that_job_is_not(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks 0 and 1 are one job, rank 2 is rank 1 of another that was told the same port.
     world = as_under_another_launcher(port, rank=min(get_rank(), 1), world_size=2)
-    os.environ["PMIX_NAMESPACE"] = "8" if get_rank() == 2 else "7"
+    monkeypatch.setenv("PMIX_NAMESPACE", "8" if get_rank() == 2 else "7")
     ready = shared_store()
-    try:
-        meeting = meet(world, None, SECONDS)
-        if get_rank() == 1:
-            ready.wait(["the stranger has come"], SECONDS)
-        error = error_of(lambda: roll_call(meeting, world, SECONDS))
-        ready.set("the stranger has come", "") if get_rank() == 2 else None
+    meeting = meet(world, None, SECONDS)
+    if get_rank() == 1:
         ready.wait(["the stranger has come"], SECONDS)
-    finally:
-        del os.environ["PMIX_NAMESPACE"]
-    return error
+    if get_rank() == 2:
+        meeting.store.wait(["roll_call/job"], SECONDS)  # else it would be the stranger's store
+    error = error_of(lambda: roll_call(meeting, world, SECONDS))
+    ready.set("the stranger has come", "") if get_rank() == 2 else None
+    ready.wait(["the stranger has come"], SECONDS)
+    if get_rank() == 2:
+        assert error is not None
+        assert "of job 8 found the store of another job, 7, at 127.0.0.1:" in error
+    else:
+        assert error is None
 
 
-def test_a_rank_that_comes_to_another_job_s_store_is_told_and_that_job_is_not() -> None:
-    first, second, stranger = run_distributed(two_jobs, free_port(), world_size=3)
-    assert (first, second) == (None, None)
-    assert stranger is not None
-    assert "of job 8 found the store of another job, 7, at 127.0.0.1:" in stranger
-
-
-def meet_at_env(port: int) -> int:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+@pytest.mark.distributed(world_size=2)
+def test_env_as_init_method_is_what_the_launcher_says(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
     world = as_under_another_launcher(port)
     meeting = meet(world, "env://", SECONDS)
     roll_call(meeting, world, SECONDS)
     if world.rank == 0:
         assert meeting.hosted_here
-    return meeting.store.add("came", 1)
+    assert sorted(from_all_ranks(meeting.store.add("came", 1))) == [1, 2]
 
 
-def test_env_as_init_method_is_what_the_launcher_says() -> None:
-    assert sorted(run_distributed(meet_at_env, free_port(), world_size=2)) == [1, 2]
-
-
-def come_too_few(port: int) -> Text:
+@pytest.mark.distributed(world_size=3)
+def test_who_does_not_come_is_named(port: int) -> None:
     world = as_under_another_launcher(port, world_size=5, local_world_size=5)
     meeting = meet(world, None, SECONDS)
-    return error_of(lambda: roll_call(meeting, world, timedelta(seconds=1)))
-
-
-def test_who_does_not_come_is_named() -> None:
-    for error in run_distributed(come_too_few, free_port(), world_size=3):
-        assert error is not None
-        assert "ranks 3, 4 of 5 did not come to 127.0.0.1:" in error
+    error = error_of(lambda: roll_call(meeting, world, timedelta(seconds=1)))
+    assert error is not None
+    assert "ranks 3, 4 of 5 did not come to 127.0.0.1:" in error
 
 
 def lose_rank_zero(port: int) -> Text:
@@ -169,9 +171,9 @@ def lose_rank_zero(port: int) -> Text:
     return error_of(lambda: roll_call(meeting, world, SECONDS))
 
 
-def test_losing_rank_zero_during_the_roll_call_is_no_hang() -> None:
+def test_losing_rank_zero_during_the_roll_call_is_no_hang(free_port: int) -> None:
     with pytest.raises(RankFailedError) as caught:
-        run_distributed(lose_rank_zero, free_port(), world_size=2)
+        run_distributed(lose_rank_zero, free_port, world_size=2)
     assert caught.value.rank == 0
 
 

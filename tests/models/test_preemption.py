@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -262,19 +263,16 @@ def test_a_rank_that_no_longer_asks_is_an_error_and_no_hang() -> None:
         run_distributed(leaves_early)
 
 
-def goes_ahead_by_one_step() -> list[bool]:
-    """Rank zero takes its second step before rank one does: it must not wait for it there."""
+@pytest.mark.distributed(world_size=2, timeout=30)
+def test_no_rank_waits_for_the_others_present_step() -> None:
+    # Rank zero takes its second step before rank one does: it must not wait for it there.
     answers = [stop_requested()]
     if get_rank() == 1:
         shared_store().wait(["second step"])
     answers.append(stop_requested())
     if get_rank() == 0:
         shared_store().set("second step", "")
-    return answers
-
-
-def test_no_rank_waits_for_the_others_present_step() -> None:
-    assert run_distributed(goes_ahead_by_one_step, timeout=30) == [[False, False]] * 2
+    assert answers == [False, False]
 
 
 def slower_than_the_timeout() -> bool:
@@ -289,16 +287,15 @@ def test_a_long_step_outlasts_the_timeout_of_collectives(monkeypatch: pytest.Mon
     assert run_distributed(slower_than_the_timeout) == [False, False]
 
 
-def computes_elsewhere_by_default(path: str) -> list[Any]:
+@pytest.mark.distributed(world_size=2)
+def test_a_default_device_is_not_for_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
     torch.set_default_device("meta")  # as scripts do with "cuda": ours has to stay on the CPU
     stops = [stop_requested() for _ in range(3)]
     save_checkpoint(path, random=RandomStates(), epoch=1)
-    return [*stops, load_checkpoint(path, broadcast=True, random=RandomStates())]
-
-
-def test_a_default_device_is_not_for_the_flags(tmp_path: Any) -> None:
-    results = run_distributed(computes_elsewhere_by_default, str(tmp_path / "last.pt"))
-    assert results == [[False, False, False, {"epoch": 1}]] * 2
+    held = load_checkpoint(path, broadcast=True, random=RandomStates())
+    assert stops == [False, False, False]
+    assert held == {"epoch": 1}
 
 
 @rank_zero_only
@@ -306,19 +303,14 @@ def asks_alone() -> bool:
     return stop_requested()
 
 
-def asks_in_a_section() -> str:
-    stop_requested()
-    try:
-        asks_alone()
-    except OneRankSectionError as error:
-        return str(error)
-    return ""
-
-
+@pytest.mark.distributed(world_size=2)
 def test_asking_where_one_rank_runs_is_an_error() -> None:
-    text, none = run_distributed(asks_in_a_section)
-    assert "stop_requested" in text
-    assert none == ""
+    stop_requested()
+    if get_rank() == 0:
+        with pytest.raises(OneRankSectionError, match="stop_requested"):
+            asks_alone()
+    else:
+        assert asks_alone() is None
 
 
 class Numbers(Dataset[torch.Tensor]):

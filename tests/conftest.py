@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -35,11 +36,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaves ranks, files of this package, or environment variables behind."""
     # A patch of its own: the fixture's would undo the test's changes only after the comparison.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))  # no other test's files
+    # Its folder has a short name, unlike tmp_path: sockets in it may have 107 bytes.
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)  # no other test's files
         patch.setattr(tempfile, "tempdir", None)
         before = _variables(), _files()
         yield

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import from_all_ranks
 
 from ddp_utils import (
     LauncherError,
@@ -36,12 +36,6 @@ def port(free_port: int) -> int:
     ports = [free_port]
     dist.broadcast_object_list(ports)
     return ports[0]
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def as_under_another_launcher(port: int, **changes: int | str) -> World:

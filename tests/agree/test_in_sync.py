@@ -11,19 +11,13 @@ import torch._dynamo  # DDP imports it; so every rank finds it loaded
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import from_all_ranks
 from torch import nn
 
 from ddp_utils import RanksDisagreeError, check_equal_steps, check_in_sync, wrap_ddp
 from ddp_utils.agree import in_sync
 from ddp_utils.agree.facts import differences
 from ddp_utils.agree.in_sync import _told
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """Gather by torch's own means: a test of what ranks compare takes no word from ours."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 class Layers(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import from_all_ranks
 from torch.utils.data import DataLoader, RandomSampler
 
 from ddp_utils import (
@@ -58,13 +58,6 @@ def evaluate() -> None:
             rows = gather_in_order(torch.tensor(samples), loader)
             assert rows is not None
             assert torch.equal(metrics(rows.tolist()), metrics(list(range(n))))  # bit by bit
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.filterwarnings("ignore:.* samples for . ranks")

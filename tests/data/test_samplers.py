@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_ranks import global_random_state, on_ranks
+from ranks import from_all_ranks
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -201,12 +201,6 @@ def test_a_plain_loader_that_has_drawn_all_does_not_end_the_epoch() -> None:
     again, *_ = list(loader)
     assert again.tolist() == first.tolist()
     assert next(iter(loader)).tolist() != first.tolist()
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.distributed(world_size=3)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_ranks import global_random_state, on_ranks
+from ranks import from_all_ranks
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -187,12 +187,6 @@ def test_what_deals_out_nothing_is_refused() -> None:
 class Afresh(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.default_rng().permutation(100).tolist())
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.distributed(world_size=2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import from_all_ranks
 
 from ddp_utils import all_gather, all_ranks, any_rank, broadcast, gather_cat, get_rank
 
@@ -21,13 +22,6 @@ def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(Exception) as error:  # noqa: PT011  # the text is compared
         call()
     return f"{error.type.__name__}: {error.value}"
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def test_alone_each_gives_its_answer() -> None:

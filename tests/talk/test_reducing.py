@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from ranks import from_all_ranks
 
 from ddp_utils import (
     DistributedError,
@@ -45,13 +46,6 @@ def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(Exception) as error:  # noqa: PT011  # the text is compared
         call()
     return f"{error.type.__name__}: {error.value}"
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # -- one rank -----------------------------------------------------------------------------------

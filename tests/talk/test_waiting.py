@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import from_all_ranks
 
 from ddp_utils import RankFailedError, any_rank, barrier, get_rank
 from ddp_utils.ground._torch_private import group_timeout
@@ -28,13 +29,6 @@ def error_of(call: Callable[[], Any]) -> str:
 def test_alone_there_is_nobody_to_wait_for() -> None:
     barrier()
     barrier(timeout=0)
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """Gather by torch's own means: a test of our collectives takes no word from one of them."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.distributed(world_size=3)

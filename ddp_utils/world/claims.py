@@ -122,8 +122,8 @@ def _is_heterogeneous(environ: Environ) -> bool:
             raise LauncherError(
                 f"a heterogeneous Slurm job ({name}={size}): each of its components may "
                 "count its ranks from 0, so nobody can tell the world from here. Set RANK, "
-                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task, or start torchrun in "
-                "each component, or use one component."
+                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task, or start "
+                "torchrun in each component, or use one component."
             )
         return True
     return False

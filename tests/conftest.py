@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -35,8 +36,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         starter.release(starter.acquire("auto"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def folders_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make, outside the folder of any test, the folders that outlive a test."""
+    tmp_path_factory.getbasetemp()
+    multiprocessing.util.get_temp_dir()  # removed as the process ends
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
+def nothing_is_left_behind(folders_of_the_session: None) -> Iterator[None]:
     """Fail a test that leaves ranks, files of this package, or environment variables behind."""
     # A patch of its own: the fixture's would undo the test's changes only after the comparison.
     # Its folder has a short name, unlike tmp_path: sockets in it may have 107 bytes.

@@ -47,7 +47,7 @@ def draw_bars(comparison: Comparison, folder: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
-    axes.set_xlabel(comparison.unit)
+    axes.set_xlabel(_in_words(comparison.unit))
     _save(figure, axes, comparison, folder)
 
 
@@ -75,9 +75,13 @@ def draw_lines(curve: Curve, folder: Path) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlabel(curve.x_label)
-    axes.set_ylabel(curve.unit)
+    axes.set_ylabel(_in_words(curve.unit))
     axes.legend(frameon=False)
     _save(figure, axes, curve, folder)
+
+
+def _in_words(unit: str) -> str:
+    return {"s": "seconds", "ms": "milliseconds"}.get(unit, unit)
 
 
 def _is_ours(name: str) -> bool:

@@ -92,13 +92,14 @@ def failure() -> None:
 
         return measure
 
-    names = ["bare fork and kill", *_starters(command, "fail", 2)]
-    contenders: Contenders = {}
-    for name in names:
-        starters = _starters(measured(name), "fail", 2) | {
-            "bare fork and kill": _bound(measured(name), _job("fork", "fail", 2))
+    def ways(measure: Measure) -> Contenders:
+        return {
+            "bare fork and kill": _bound(measure, _job("fork", "fail", 2)),
+            **_starters(measure, "fail", 2),
+            "torchrun and @record": _bound(measure, _torchrun("env_record", "fail", 2)),
         }
-        contenders[name] = starters[name]
+
+    contenders = {name: ways(measured(name))[name] for name in ways(command)}
     compare(
         "rank 1 raises while rank 0 waits, until the command has ended",
         contenders,

@@ -7,7 +7,7 @@ order: in constant time and memory at every length.
 from __future__ import annotations
 
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,9 @@ __all__ = ["InOrder", "Permutation"]
 
 Array = npt.NDArray[Any]
 
+TOGETHER_BELOW = 1 << 9
+"""Shorter orders are made for ``EPOCHS_TOGETHER`` at once: one alone costs what is done once."""
+EPOCHS_TOGETHER = 16
 TABLE_BELOW = 1 << 17
 """Shorter orders are a true permutation, held as a table."""
 TABULATE_BELOW = 1 << 32
@@ -31,14 +34,16 @@ class Permutation:
 
     Same numbers, same order, on every platform and every version of NumPy and torch.
 
-    Construction. Below 2**17: the Fisher-Yates shuffle of ``numpy.random.RandomState``, whose
-    stream NumPy has frozen. Above: a keyed permutation, a Feistel network on the mixed radices
+    Construction. Below 2**9: the samples sorted by random keys, a hash of epoch and sample. Below
+    2**17: the Fisher-Yates shuffle of ``numpy.random.RandomState``, whose stream NumPy has
+    frozen. Above: a keyed permutation, a Feistel network on the mixed radices
     ``a * b >= length`` with a and b next to the square root. Position ``p = l * b + r``
     goes through eight rounds ``l += F(r) mod a`` and ``r += F(l) mod b`` in turn; F hashes its
     argument with the round's key. The few results beyond ``length`` go through once more, until
     they fall inside (cycle walking), which keeps the map a bijection.
 
-    Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), for both
+    Sources: Knuth, "The Art of Computer Programming", volume 2, section 3.4.2, for the shuffles;
+    Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), for both
     the generalised Feistel network and cycle walking; Steele, Lea and Flood (OOPSLA 2014) for
     the hash, the finaliser of SplitMix64; Lemire, "Fast random integer generation in an
     interval" (2019), for bringing it into a range.
@@ -51,7 +56,10 @@ class Permutation:
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         self.length = length
-        if length < TABLE_BELOW:
+        if length < TOGETHER_BELOW:
+            together, row = divmod(epoch, EPOCHS_TOGETHER)
+            self._table: Array = _sorted_by_hash(length, _mixed(seed), together)[row]
+        elif length < TABLE_BELOW:
             self._table = _shuffled(length, (_mixed(seed) + epoch * 0x9E3779B9) & 0xFFFFFFFF)
         else:
             self._network = _Feistel(length, mix_seeds(seed, epoch))
@@ -110,6 +118,18 @@ def _integers_below(length: int) -> Array:
     return _integers
 
 
+@lru_cache(maxsize=16)
+def _sorted_by_hash(length: int, key: int, together: int) -> Array:
+    """Return the orders of ``EPOCHS_TOGETHER`` epochs, one in each row; never to be written to."""
+    samples = np.arange(length, dtype=np.uint64)
+    epochs = together * EPOCHS_TOGETHER + np.arange(EPOCHS_TOGETHER)  # before 0 too
+    keys = _hash(epochs.astype(np.uint64)[:, None] * np.uint64(TOGETHER_BELOW) + samples, key)
+    # The sample itself takes the lowest bits: so no two keys are equal, and it is read off there.
+    keys = np.sort(keys - keys % np.uint64(TOGETHER_BELOW) + samples, axis=1)
+    orders: Array = _integers_below(length)[(keys % np.uint64(TOGETHER_BELOW)).view(np.int64)]
+    return orders
+
+
 def _shuffled(length: int, seed: int) -> Array:
     table: Array = _integers_below(length)[:length].copy()
     shuffler = _thread.shuffler
@@ -138,7 +158,7 @@ class _Feistel:
         if length < TABULATE_BELOW:
             sizes = ((self.b, self.a), (self.a, self.b))
             self._tables = [
-                _hash(np.arange(sizes[i % 2][0], dtype=np.uint64), k, sizes[i % 2][1])
+                _hash_below(sizes[i % 2][1], np.arange(sizes[i % 2][0], dtype=np.uint64), k)
                 for i, k in enumerate(self._keys)
             ]
 
@@ -164,7 +184,7 @@ class _Feistel:
     def _add(self, number: int, to: Array, of: Array, modulus: int, spare: Array) -> None:
         """Add ``F(of)`` to ``to`` modulo ``modulus``, in place."""
         if self._tables is None:
-            value = _hash(of, self._keys[number], modulus)
+            value = _hash_below(modulus, of, self._keys[number])
         else:
             value = self._tables[number].take(of.view(np.int64), mode="clip", out=spare)
         np.add(to, value, out=to)
@@ -173,17 +193,23 @@ class _Feistel:
         np.minimum(to, spare, out=to)
 
 
-def _hash(x: Array, key: int, modulus: int) -> Array:
+def _hash_below(modulus: int, x: Array, key: int) -> Array:
     """Return a keyed pseudorandom number below ``modulus`` (at most 2**32) for each x."""
+    z = _hash(x, key)
+    z >>= np.uint64(32)
+    z *= np.uint64(modulus)
+    z >>= np.uint64(32)
+    return z
+
+
+def _hash(x: Array, key: int) -> Array:
+    """Return a keyed pseudorandom number of 64 bits for each x; the high ones are the best."""
     z = x * np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(key)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
     z *= np.uint64(0x94D049BB133111EB)
-    z >>= np.uint64(32)
-    z *= np.uint64(modulus)
-    z >>= np.uint64(32)
     return cast(Array, z)
 
 

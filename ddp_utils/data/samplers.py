@@ -14,7 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ddp_utils.data.permutation import InOrder, Permutation
+from ddp_utils.data.permutation import TABLE_BELOW, InOrder, Permutation
 from ddp_utils.data.progress import Drawn, Walk
 from ddp_utils.data.resumable import ResumableSampler, describe
 from ddp_utils.data.shares import batches_are_uneven, dealt_end, share
@@ -117,7 +117,7 @@ class ShardedSampler(ResumableSampler):
         self.length: int = len(source)
         self._whole = self.positions(self.rank, 0)
         self._whole_length = len(self._whole)
-        self._is_short = self._whole_length <= BLOCK
+        self._is_short = self._whole_length <= BLOCK or self.length < TABLE_BELOW
         self._in_order: list[int] = []
         length = self.length
         if length == 0:

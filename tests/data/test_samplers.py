@@ -249,6 +249,7 @@ def test_a_short_pass_is_counted_like_a_long_one(shuffle: bool) -> None:
     def walk(block: int) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(samplers, "BLOCK", block)
+            patch.setattr(samplers, "TABLE_BELOW", 0)
             sampler = make_sampler(11, seed=1, shuffle=shuffle, pad=True)
             seen: list[Any] = []
             for _ in range(2):

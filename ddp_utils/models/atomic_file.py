@@ -40,7 +40,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         OSError: The folder is missing, read-only or full, or ``path`` is no regular file.
 
-    >>> with replacing("/tmp/numbers.bin") as file:  # doctest: +SKIP
+    >>> with replacing("numbers.bin") as file:  # doctest: +SKIP
     ...     file.write(b"123")
     """
     target = Path(os.path.realpath(path))

@@ -68,8 +68,8 @@ def save_checkpoint(
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> save_checkpoint("/tmp/last.pt", model=model, epoch=3)
-        >>> torch.load("/tmp/last.pt")["epoch"]
+        >>> save_checkpoint("last.pt", model=model, epoch=3)
+        >>> torch.load("last.pt")["epoch"]
         3
     """
     own_random = {name: v.own() for name, v in state.items() if isinstance(v, RandomStates)}
@@ -134,8 +134,8 @@ def load_checkpoint(
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> save_checkpoint("/tmp/last.pt", model=model, epoch=3)
-        >>> load_checkpoint("/tmp/last.pt", model=model)
+        >>> save_checkpoint("last.pt", model=model, epoch=3)
+        >>> load_checkpoint("last.pt", model=model)
         {'epoch': 3}
     """
 

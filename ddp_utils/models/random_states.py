@@ -28,9 +28,9 @@ class RandomStates:
 
     Example:
         >>> from ddp_utils import load_checkpoint, save_checkpoint
-        >>> save_checkpoint("/tmp/random.pt", random=RandomStates())
+        >>> save_checkpoint("random.pt", random=RandomStates())
         >>> drawn = torch.rand(3)
-        >>> load_checkpoint("/tmp/random.pt", random=RandomStates())
+        >>> load_checkpoint("random.pt", random=RandomStates())
         {}
         >>> torch.equal(torch.rand(3), drawn)
         True

@@ -20,7 +20,10 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_do_what_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_do_what_they_say(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DDP_UTILS_NPROC", "1")
     monkeypatch.setenv("DDP_UTILS_QUIET", "1")
     module = importlib.import_module(name)

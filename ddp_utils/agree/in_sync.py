@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from numbers import Integral
 
 import torch
@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_utils.agree.facts import require_same_facts
+from ddp_utils.ground.bits import digests
 from ddp_utils.ground.unwrapping import unwrap, wrapper_layers
 from ddp_utils.talk.exchange import Call
 
 __all__ = ["check_equal_steps", "check_in_sync"]
-
-CHUNK = 1 << 22
-"""Elements that are looked at together, so that a large tensor needs little memory beside it."""
-GAMMA = 0x9E3779B97F4A7C15 - 2**64
-ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_in_sync(model: nn.Module) -> None:
@@ -105,42 +100,10 @@ def _facts(model: nn.Module) -> dict[str, str]:
     return {name: told.get(name, "none") for name in tensors}
 
 
-def _told(tensors: Iterable[torch.Tensor]) -> Iterator[str]:
+def _told(tensors: Collection[torch.Tensor]) -> Iterator[str]:
     """Yield for each tensor a text that is the same only for the same bits."""
-    tensors = list(tensors)
-    digests = [[_digest(part) for part in _parts(tensor)] for tensor in tensors]
-    for tensor, parts in zip(tensors, digests, strict=True):
-        bits = "".join(f"{int(part) % 2**64:016x}" for part in parts)
-        yield f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} #{bits}"
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if tensor.is_sparse:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    return [tensor]
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit digest of the tensor's bits, on its device.
-
-    Each element is mixed with its place by splitmix64 (Steele, Lea and Flood, 2014), and the
-    results are added: integers wrap around, and their sum is the same in any order.
-    """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.resolve_neg().contiguous().view(-1)
-    flat = flat.view(INTEGER_OF_SIZE[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(flat), CHUNK):
-        chunk = flat[start : start + CHUNK].to(torch.int64)
-        mixed = torch.arange(start + 1, start + 1 + len(chunk), device=tensor.device)
-        mixed.mul_(GAMMA).add_(chunk)
-        for shift, factor in ROUNDS:
-            mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)  # without the sign
-            mixed *= factor
-        total += mixed.sum()
-    return total
+    for tensor, digest in zip(tensors, digests(list(tensors)), strict=True):
+        yield f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} #{digest:016x}"
 
 
 def _warn_of_missing_gradients(model: nn.Module) -> None:

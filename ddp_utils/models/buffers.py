@@ -25,12 +25,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_utils.agree.facts import require_same_facts
+from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import (
     at_end_of_backward,
     copy_all,
     own_buffers,
     version_of,
 )
+from ddp_utils.ground.bits import digests, is_readable
 from ddp_utils.models.gradient_watch import tensors_with_backward
 from ddp_utils.talk.exchange import Call
 
@@ -40,8 +42,8 @@ ALIGNMENT = 16
 """Bytes: every dtype may start at a multiple of it."""
 SETTLING = 3
 """In the first syncs the flags are looked at immediately, also on an accelerator."""
-RESCAN = 100
-"""A model without buffers is looked through again after so many syncs."""
+LOOK_AGAIN = 100
+"""After so many syncs a model without buffers is looked through again, and bits are compared."""
 RUNNING_STATS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -113,15 +115,17 @@ class BufferSync:
         self._held: dict[str, Held] = {}
         self._planned: dict[str, Spec] = {}
         self._seen: dict[str, Seen] = {}
+        self._digests: dict[str, int] = {}
         self._look(module)
         self._names = list(self._held)
         self._plan({})
         self._remember(self._watched)
+        self._digests = _digests(self._watched)
 
     def after_forward(self, module: nn.Module) -> None:
         """Send rank zero's values of the buffers that changed on any rank. Collective."""
         self._syncs += 1
-        if not self._names and self._syncs % RESCAN != 1:
+        if not self._names and self._syncs % LOOK_AGAIN != 1:
             return
         self._look(module)
         self._settle()
@@ -205,6 +209,7 @@ class BufferSync:
         self._times_flagged.update(flagged)
         self._plan(specs)
         self._remember(extra)
+        self._digests.update(_digests(extra))
 
     def _receive(self, message: Message, held: Mapping[str, Held]) -> None:
         if not self._is_source and message.deliver(held):
@@ -285,11 +290,23 @@ class BufferSync:
             if held.tensor is not tensor or version_of(tensor) != version:
                 changed.add(name)
                 layers.update(owner for owner, _ in held.places if isinstance(owner, RUNNING_STATS))
+        if self._compares_bits:
+            now = _digests(self._watched)
+            changed |= {name for name in now if now[name] != self._digests.get(name, now[name])}
         if layers:
             for name, held in self._watched.items():
                 if any(owner in layers for owner, _ in held.places):
                     changed.add(name)
         return changed
+
+    @property
+    def _compares_bits(self) -> bool:
+        """Whether to look for changes that nobody counts: through ``.data`` or NumPy.
+
+        Layers of somebody's own make them too: ``F.batch_norm`` does not count what it changes.
+        """
+        often = self._syncs <= SETTLING or settings.DEBUG.get()
+        return often or self._syncs % LOOK_AGAIN == 0
 
     def _remember(self, sent: Iterable[str]) -> None:
         for name in sent:
@@ -332,6 +349,11 @@ class Message:
             if name not in overwritten:
                 h.replace(self.parts[name])
         return len(overwritten) < len(held)
+
+
+def _digests(held: Mapping[str, Held]) -> dict[str, int]:
+    readable = {name: h.tensor for name, h in held.items() if is_readable(h.tensor)}
+    return dict(zip(readable, digests(list(readable.values())), strict=True))
 
 
 def _aligned(size: int) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import RanksDisagreeError, accumulate, all_gather, check_in_sync, unwrap, wrap_ddp
-from ddp_utils.models.buffers import SETTLING, Held, Message
+from ddp_utils.models.buffers import LOOK_AGAIN, SETTLING, Held, Message
 from ddp_utils.testing import run_distributed
 
 
@@ -442,3 +442,41 @@ def test_a_message_carries_every_buffer_bit_by_bit(specs: Any, data: Any) -> Non
     for name, h in target.items():
         assert torch.equal(h.tensor, source[name].tensor)
         assert h.places[0][0].held is h.tensor
+
+
+class Unseen(nn.Module):
+    """Changes buffers in ways that no version counter notices."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.start = start
+        self.forwards = 0
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.register_buffer("through_data", torch.ones(3))
+        self.register_buffer("through_numpy", torch.ones(3))
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.forwards += 1
+        if self.forwards > self.start:
+            nn.functional.batch_norm(y.detach(), self.mean, self.var, training=True)
+            self.through_data.data.mul_(0.9).add_(y.detach().mean(0))
+            self.through_numpy.numpy()[:] += y.detach().mean(0).numpy()
+        return (y - self.mean) * self.mask
+
+
+@pytest.mark.distributed(world_size=2)
+def test_changes_that_no_counter_notices() -> None:
+    from_the_start: Any = wrap_ddp(Unseen())
+    for step in range(6):
+        from_the_start(batch(step)).square().sum().backward()
+        check_in_sync(from_the_start)
+    later: Any = wrap_ddp(Unseen(start=7))
+    for step in range(2 * LOOK_AGAIN + 1):
+        later(batch(step)).square().sum().backward()
+    check_in_sync(later)
+    for model in (from_the_start, later):
+        assert set(model._buffers_of_all._planned) == {n for n in buffers_of(model) if n != "mask"}

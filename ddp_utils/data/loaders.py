@@ -21,7 +21,7 @@ from ddp_utils.agree.by_word import first_word, new_topic
 from ddp_utils.agree.loggers import get_logger
 from ddp_utils.agree.seeding import given_seed
 from ddp_utils.data.iterable import IterableShard, shard_iterable
-from ddp_utils.data.passes import DistributedLoader, uneven_pass_in_progress
+from ddp_utils.data.passes import DistributedLoader
 from ddp_utils.data.resumable import ResumableSampler, describe, length_of
 from ddp_utils.data.samplers import ShardedSampler, make_sampler
 from ddp_utils.data.shares import per_rank_batch_size
@@ -33,7 +33,7 @@ from ddp_utils.world.world import get_rank, get_world_size
 
 T = TypeVar("T")
 
-__all__ = ["make_loader", "uneven_pass_in_progress"]
+__all__ = ["make_loader"]
 
 NOT_PINNED = ("cpu", "mps")
 """Devices that have no use for pinned memory, or no support."""

@@ -19,7 +19,7 @@ from ddp_utils.data.resumable import length_of
 from ddp_utils.data.stream_turns import StreamTurns
 from ddp_utils.world.world import get_rank
 
-__all__ = ["DistributedLoader", "Pass", "Turns", "uneven_pass_in_progress"]
+__all__ = ["DistributedLoader", "Pass", "Turns", "take_uneven_draw"]
 
 
 class Turns(Protocol):
@@ -103,7 +103,8 @@ class DistributedLoader(DataLoader[Any]):
             self.__dict__["dataset"] = dataset
 
 
-_uneven: WeakSet[Pass] = WeakSet()
+_drawn: WeakSet[Pass] = WeakSet()
+"""Uneven passes that have handed out a batch, and no model has been asked since."""
 
 
 class Pass(Iterator[Any]):
@@ -130,11 +131,11 @@ class Pass(Iterator[Any]):
             try:
                 batch = next(self._fetched)
             except StopIteration:
-                _uneven.discard(self)
+                _drawn.discard(self)
                 self._turns.progress.finish(self._walk)
                 raise
         if self._is_uneven:
-            _uneven.add(self)
+            _drawn.add(self)
         self._handed_out[0] += 1
         self._turns.progress.moved(self._walk)
         return batch
@@ -143,10 +144,13 @@ class Pass(Iterator[Any]):
         return len(self._fetched)  # type: ignore[arg-type]  # torch's iterator has a length
 
 
-def uneven_pass_in_progress() -> str | None:
-    """Return the name of a loader that is being walked and has more batches on some ranks.
+def take_uneven_draw() -> str | None:
+    """Return a loader that has more batches on some ranks, if one was drawn from since last asked.
 
-    None where there is none. Such a pass is for evaluation: each sample once, so that ranks may
-    end at different batches. A training forward in it would wait for ranks that are done.
+    Such a pass is for evaluation: each sample once, so that ranks may end at different batches. A
+    training forward of its batch would wait for ranks that are done. An iterator that is kept
+    for later is no reason to complain.
     """
-    return next((one.name for one in _uneven), None)
+    name = next((one.name for one in _drawn), None)
+    _drawn.clear()
+    return name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
+    "JoinedUntilExit",
+    "arm",
     "at_end_of_backward",
     "compiled_module_type",
     "copy_all",
@@ -32,16 +35,19 @@ __all__ = [
     "fork_is_poisoned",
     "group_timeout",
     "in_join",
-    "joined_until_exit",
     "load_what_ddp_loads",
     "loader_that_draws",
+    "is_to_rebuild_buckets",
+    "needs_a_synchronised_step",
     "own_buffers",
+    "rebuild_buckets",
     "reduced_parameters",
     "reducer_is_waiting",
     "reduces_in_python",
     "skip_frame",
     "skip_frames",
     "version_of",
+    "without_reducer",
     "worker_info_as",
 ]
 
@@ -111,19 +117,68 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def reducer_is_waiting(ddp: DistributedDataParallel) -> str | None:
-    """Return torch's complaint if a backward has left DDP waiting for gradients, else None.
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Let the first backward's order decide DDP's buckets now. A collective, where it is due."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
 
-    There is no way to ask. Rebuilding the buckets begins with the question, and does nothing
-    else once they have been rebuilt: before that, None is returned.
+
+def is_to_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has yet to rebuild its buckets, in the forward after its first backward."""
+    rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+    return bool(rebuilds and not ddp._has_rebuilt_buckets)
+
+
+def arm(ddp: DistributedDataParallel) -> None:
+    """Let DDP average the gradients of the backward that comes now."""
+    ddp.reducer.prepare_for_backward([])
+
+
+@contextmanager
+def without_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Let the forward inside the block neither rebuild buckets nor arm the reducer.
+
+    A reducer that was armed for nothing cannot rebuild its buckets any more.
     """
-    if not ddp._has_rebuilt_buckets:
-        return None
+    reducer = ddp.reducer
+    ddp.reducer = cast("dist.Reducer", _Idle(reducer))
     try:
-        ddp.reducer._rebuild_buckets()
+        yield
+    finally:
+        ddp.reducer = reducer
+
+
+class _Idle:
+    """A reducer, but for two things."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        pass
+
+
+def reducer_is_waiting(ddp: DistributedDataParallel) -> str | None:
+    """Return torch's complaint if a backward has left DDP waiting for gradients, else None."""
+    try:
+        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def needs_a_synchronised_step(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has yet to learn its static graph, from a first backward that synchronises.
+
+    Under ``no_sync()`` that backward ends in torch's INTERNAL ASSERT.
+    """
+    return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -147,20 +202,22 @@ def in_join(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._join_config.enable)
 
 
-def joined_until_exit(ddp: DistributedDataParallel, hook: JoinHook) -> JoinHook:
-    """Return the hook of a ``join()`` that begins, which at its exit ends it for the model too.
+class JoinedUntilExit(JoinHook):
+    """The hook of a ``join()`` that begins, which ends it for the model too, also by an error.
 
     Torch leaves the model as if it were inside for ever: each later forward, in evaluation too,
-    would then wait for the other ranks.
+    would then wait for the other ranks. It calls ``post_hook`` where all ended well; the hook
+    itself goes with the context in either case.
     """
-    before, end = ddp._join_config, hook.post_hook
 
-    def post_hook(is_last_joiner: bool) -> None:
-        end(is_last_joiner)
-        ddp._join_config = before
+    def __init__(self, ddp: DistributedDataParallel, hook: JoinHook) -> None:
+        self.main_hook = hook.main_hook  # type: ignore[method-assign]
+        self._end = hook.post_hook
+        self._leave = weakref.finalize(self, setattr, ddp, "_join_config", ddp._join_config)
 
-    hook.post_hook = post_hook  # type: ignore[method-assign]
-    return hook
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._end(is_last_joiner)
+        self._leave()
 
 
 def skip_frame(fn: F) -> F:

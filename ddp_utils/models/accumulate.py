@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_utils.ground._torch_private import needs_a_synchronised_step
 from ddp_utils.ground.unwrapping import wrapper_layers
 from ddp_utils.talk.collectives import all_reduce_sum
-from ddp_utils.world.world import get_world_size, is_distributed
+from ddp_utils.world.world import is_distributed
 
 __all__ = ["Window", "accumulate", "global_scale"]
 
@@ -40,7 +42,9 @@ def accumulate(
     arithmetic is left. Itself never communicates.
 
     Args:
-        model: The model, in any nesting of wrappers or none.
+        model: The model, in any nesting of wrappers or none, or a module with wrapped models in
+            it. One with ``static_graph=True`` synchronises every micro-batch until its first
+            step is done, which changes no gradient.
         step: The micro-batch's number within the epoch, from 0, as ``enumerate`` counts.
         every: Micro-batches in a window.
         total: Micro-batches in the epoch, ``len(loader)``. With it a short last window is
@@ -72,9 +76,20 @@ def accumulate(
         Window(scale=1.0, is_last=True)
     """
     window = _window(step, every, total)
-    ddp = next((m for m in wrapper_layers(model) if isinstance(m, DistributedDataParallel)), None)
-    with nullcontext() if window.is_last or ddp is None else ddp.no_sync():
+    with ExitStack() as not_synchronised:
+        for ddp in () if window.is_last else _wrapped_in(model):
+            if not needs_a_synchronised_step(ddp):
+                not_synchronised.enter_context(ddp.no_sync())
         yield window
+
+
+def _wrapped_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the DDP around the model, or all those inside it: a trainer holds several."""
+    for layers in (wrapper_layers(model), model.modules() if is_distributed() else ()):
+        found = [layer for layer in layers if isinstance(layer, DistributedDataParallel)]
+        if found:
+            return found
+    return []
 
 
 def _window(step: int, every: int, total: int | None) -> Window:
@@ -99,7 +114,7 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"accumulate: {name} must be at least {least}, not {value}")
 
 
-def global_scale(n_local: float | torch.Tensor) -> float:
+def global_scale(n_local: float | torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
     """Return what makes the ranks' mean losses add up to the mean over all their samples.
 
     DDP averages the ranks' gradients as if each rank had the same number of samples (tokens,
@@ -108,9 +123,10 @@ def global_scale(n_local: float | torch.Tensor) -> float:
 
     Args:
         n_local: What this rank's loss is the mean of: a count, zero included.
+        group: The ranks over which the model's gradients are averaged; all of them by default.
 
     Returns:
-        ``world_size * n_local / sum of n_local over the ranks``; 1.0 without a group, and 0.0
+        ``number of ranks * n_local / sum of n_local over the ranks``; 1.0 without a group, and 0.0
         where no rank has a sample.
 
     Raises:
@@ -126,11 +142,11 @@ def global_scale(n_local: float | torch.Tensor) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error  # not raised yet: the others are on their way into the sum
     good = math.isfinite(count) and count >= 0
-    sums = all_reduce_sum({"count": count if good else 0.0, "bad": float(not good)})
+    sums = all_reduce_sum({"count": count if good else 0.0, "bad": float(not good)}, group=group)
     if sums["bad"]:
         raise ValueError(
             f"global_scale takes a finite count of at least 0; {sums['bad']:.0f} of the ranks gave "
             f"something else (this one {count if wrong is None else n_local!r})"
         ) from wrong
-    world_size = get_world_size() if is_distributed() else 1
+    world_size = dist.get_world_size(group) if is_distributed() else 1
     return world_size * count / sums["count"] if sums["count"] else 0.0

@@ -16,7 +16,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,11 +24,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import (
+    arm,
     at_end_of_backward,
+    rebuild_buckets,
     reduced_parameters,
     reducer_is_waiting,
 )
@@ -43,8 +46,10 @@ FIRST_STEPS = 10
 LOOK_AGAIN = 100
 """Every so many forwards after those, look for parameters that DDP does not know."""
 MOST_SHOWN = 6
+UNUSED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+"""What torch says of parameters by their numbers, beside their names where it is asked to."""
 
-Reason = Literal["around", "half_no_sync", "twice", "unknown"]
+Reason = Literal["around", "half_no_sync", "twice", "unknown", "converted"]
 
 ADVICE: dict[Reason, str] = {
     "around": "their forward did not go through the wrapped model. Call model(...), not "
@@ -54,6 +59,8 @@ ADVICE: dict[Reason, str] = {
     "outside. Put both inside",
     "twice": "this is another backward after one forward had already been averaged. Add the "
     "losses and call backward() once, or call it right after each forward",
+    "converted": "they were given another dtype or device after wrapping, and DDP has lost sight "
+    "of them. Convert the model before wrap_ddp, or compute in another dtype under torch.autocast",
     "unknown": "DDP does not know these parameters, which were replaced, added or unfrozen after "
     "wrapping. Call wrap_ddp after the last change of the model",
 }
@@ -69,43 +76,73 @@ class GradientWatch:
         self._may_skip = ddp.find_unused_parameters or ddp.static_graph
         self._steps_left: float = math.inf if settings.DEBUG.get() else FIRST_STEPS
         self._forwards = 0
+        self._looks = True
         self._unknown: dict[nn.Parameter, str] = {}
-        self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._converted: set[nn.Parameter] = set()
+        self._nodes: dict[nn.Parameter, Node] = {}
+        self._hooks: list[RemovableHandle] = []
         self._armed = False
+        self._put_off = False
         self._fired: set[nn.Parameter] = set()
         self._begun: Reason | None = None
         self._astray: dict[str, Reason] = {}
         self._warned: set[str] = set()
         for parameter in self._names:
             self._watch(parameter)
+        _watches.add(self)
 
     def before_forward(self) -> None:
-        """Look for parameters that were added or became trainable after DDP took stock."""
-        self._forwards += 1
+        """Look for parameters that were added, unfrozen or converted after DDP took stock."""
         ddp = self._ddp()
-        if ddp is None or not (self._steps_left > 0 or self._forwards % LOOK_AGAIN == 0):
+        if ddp is None or not torch.is_grad_enabled():
             return
+        self._forwards += 1
+        if not (self._looks or self._forwards % LOOK_AGAIN == 0):
+            return
+        self._looks = self._steps_left > 0
         for name, parameter in ddp.named_parameters():
             name = name.removeprefix("module.")
-            known = parameter in self._names or parameter in self._unknown
-            if parameter.requires_grad and not known and name not in ddp.parameters_to_ignore:
+            if not parameter.requires_grad or name in ddp.parameters_to_ignore:
+                continue
+            if parameter not in self._names and parameter not in self._unknown:
                 self._unknown[parameter] = name
                 self._watch(parameter)
+            elif get_gradient_edge(parameter).node is not self._nodes[parameter]:
+                self._converted.add(parameter)
+                self._watch(parameter)
 
-    def after_forward(self, output: Any) -> None:
-        """Note whether the reducer is armed now, and see to being told when a backward begins."""
+    def look_again(self) -> None:
+        """Look for such parameters before the next forward, whichever it is."""
+        self._looks = True
+
+    def after_forward(self, output: Any, reducer_put_off: bool) -> None:
+        """Note whether the reducer is armed now, and see to being told when a backward begins.
+
+        A reducer that was put off is armed then, and rebuilds its buckets when that has ended.
+        """
         ddp = self._ddp()
         if ddp is None or not torch.is_grad_enabled():
             return
         self._begun = None  # also if the last backward broke off
         synchronised = ddp.require_backward_grad_sync
         if synchronised:
-            self._armed = True
+            self._armed = not reducer_put_off
+            self._put_off = reducer_put_off
             self._fired.clear()
         if synchronised or self._steps_left > 0:
             begin = partial(self._on_begin, "twice" if synchronised else "half_no_sync")
-            for tensor in tensors_with_backward(output):
+            tensors = tensors_with_backward(output)
+            for tensor in tensors:
                 tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            if not tensors:
+                self._arm_if_put_off()
+
+    def before_optimizer_step(self) -> None:
+        """Raise where a backward that nobody saw the end of has left other ranks waiting."""
+        if self._steps_left <= 0:
+            self._ask_reducer()
+        elif self._armed and self._fired and (unused := self._not_fired()):
+            raise self._unused(unused)
 
     def _watch(self, parameter: nn.Parameter) -> None:
         node = get_gradient_edge(parameter).node
@@ -117,7 +154,8 @@ class GradientWatch:
                 method(parameter)
 
         # The node is kept: torch itself holds it only while somebody else does.
-        self._hooks.append((node, node.register_hook(hook)))
+        self._nodes[parameter] = node
+        self._hooks.append(node.register_hook(hook))
 
     def _on_begin(self, reason: Reason, _: torch.Tensor) -> None:
         """An output's gradient has come: the first of all, and in the outermost backward.
@@ -126,7 +164,14 @@ class GradientWatch:
         """
         if self._begun is None:
             at_end_of_backward(self._on_end)
+            self._arm_if_put_off()
         self._begun = reason
+
+    def _arm_if_put_off(self) -> None:
+        ddp = self._ddp()
+        if self._put_off and not self._armed and ddp is not None:
+            arm(ddp)
+            self._armed = True
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         ddp = self._ddp()
@@ -138,36 +183,58 @@ class GradientWatch:
         self._fired.add(parameter)
         if parameter in self._unknown:
             self._astray[self._unknown[parameter]] = "unknown"
-        elif not self._armed and ddp.require_backward_grad_sync:
+        elif parameter in self._converted:
+            self._astray[self._names[parameter]] = "converted"
+        elif ddp.require_backward_grad_sync and not _will_be_averaged(parameter):
             self._astray[self._names[parameter]] = self._begun
+
+    def will_average(self, parameter: nn.Parameter) -> bool:
+        """Whether this model's reducer takes the parameter's next gradient."""
+        return self._armed and parameter in self._names
 
     def _on_end(self) -> None:
         begun, self._begun = self._begun, None
         self._warn_of_astray()
         if self._steps_left <= 0:
-            if not self._may_skip:
-                at_end_of_backward(self._ask_reducer)  # after the reducer's own end
+            self._after_reducer(self._ask_reducer)
         elif self._armed and self._fired:
-            unused = [name for p, name in self._names.items() if p not in self._fired]
+            unused = self._not_fired()
             if unused and begun == "around":
                 return  # perhaps only an inner backward has ended
-            if unused and not self._may_skip:
+            if unused:
                 raise self._unused(unused)
             self._finish_step()
+
+    def _not_fired(self) -> list[str]:
+        if self._may_skip:
+            return []
+        return [name for p, name in self._names.items() if p not in self._fired]
 
     def _finish_step(self) -> None:
         self._armed = False
         self._steps_left -= 1
         if self._steps_left <= 0:
-            for _, handle in self._hooks:
+            for handle in self._hooks:
                 handle.remove()
             self._hooks.clear()
+        if self._put_off:
+            self._put_off = False
+            self._after_reducer(self._rebuild_buckets)
+
+    def _after_reducer(self, callback: Callable[[], None]) -> None:
+        """Call back after the reducer's own end of this backward, which may not be queued yet."""
+        at_end_of_backward(lambda: at_end_of_backward(callback))
+
+    def _rebuild_buckets(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None:
+            rebuild_buckets(ddp)
 
     def _ask_reducer(self) -> None:
         ddp = self._ddp()
-        complaint = None if ddp is None else reducer_is_waiting(ddp)
+        complaint = None if ddp is None or self._may_skip else reducer_is_waiting(ddp)
         if complaint is not None:
-            found = re.search(r"not receive grad for rank \d+: ([\d ]+)", complaint)
+            found = UNUSED.search(complaint)
             names = list(self._names.values())
             raise self._unused([names[int(i)] for i in found[1].split()] if found else ["?"])
 
@@ -196,18 +263,43 @@ class GradientWatch:
             names = [n for n, why in astray.items() if why == reason and n not in self._warned]
             self._warned.update(names)
             if names:
-                warnings.warn(
+                told = (
                     f"rank {get_rank()}: the gradients of {_listed(names)} were not averaged over "
-                    f"the ranks: {advice}.",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    f"the ranks: {advice}."
                 )
+                if reason == "converted":  # nothing of this kind is ever meant
+                    raise DistributedError(told)
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
 
 
-def tensors_with_backward(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a forward's output from which a backward can begin."""
+_watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
+
+
+def _will_be_averaged(parameter: nn.Parameter) -> bool:
+    """Whether a wrapped model takes the parameter's gradient: several may share it."""
+    return any(watch.will_average(parameter) for watch in _watches)
+
+
+def _before_optimizer_step(*_: object) -> None:
+    for watch in tuple(_watches):
+        watch.before_optimizer_step()
+
+
+register_optimizer_step_pre_hook(_before_optimizer_step)
+
+
+def tensors_with_backward(output: Any, depth: int = 3) -> list[torch.Tensor]:
+    """Return the tensors of a forward's output from which a backward can begin.
+
+    They are looked for in trees, and if there is none, in the attributes of objects.
+    """
     leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[1]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    if not found and depth:
+        for leaf in leaves:
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type)):
+                found += tensors_with_backward(vars(leaf), depth - 1)
+    return found
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from ddp_utils.agree.loggers import get_logger
 from ddp_utils.callsite import refuse_in_section
 from ddp_utils.ground import settings
 from ddp_utils.ground._torch_private import (
+    JoinedUntilExit,
     in_join,
-    joined_until_exit,
+    is_to_rebuild_buckets,
     reduces_in_python,
     skip_frame,
     skip_frames,
+    without_reducer,
 )
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.unwrapping import uncompiled
@@ -88,40 +91,61 @@ class WrappedModel(DistributedDataParallel):
     @skip_frame
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._before_forward()
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        self._after_forward(output)
+        puts_off = self._puts_reducer_off()
+        with without_reducer(self) if puts_off else nullcontext():
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._after_forward(output, puts_off)
         return output
 
     @skip_frames
     def _before_forward(self) -> None:
         self._finish_buffers()
-        if self.training and self._has_peers and not in_join(self):
+        uneven_loader = self._uneven_loader()
+        if self._trains and self._has_peers and not in_join(self):
             refuse_in_section(FORWARD)
-            self._refuse_uneven_loader()
+            if uneven_loader is not None:
+                raise self._would_wait(uneven_loader)
             if self._compares:
                 compare(circle_of(self.process_group, FORWARD), FORWARD)
         if self._watch is not None:
             self._watch.before_forward()
 
     @skip_frames
-    def _after_forward(self, output: Any) -> None:
-        synchronises = self.training and self.require_backward_grad_sync and not in_join(self)
+    def _after_forward(self, output: Any, reducer_put_off: bool) -> None:
+        synchronises = self._trains and self.require_backward_grad_sync and not in_join(self)
         if self._buffers_of_all is not None and synchronises:
             self._buffers_of_all.after_forward(self.module)
             self._buffers_of_all.end_with_backward_of(output)
         if self._watch is not None:
-            self._watch.after_forward(output)
+            self._watch.after_forward(output, reducer_put_off)
 
-    def _refuse_uneven_loader(self) -> None:
-        loaders = sys.modules.get("ddp_utils.data.loaders")  # without it none is being walked
-        loader = None if loaders is None else loaders.uneven_pass_in_progress()
-        if loader is not None:
-            raise DistributedError(
-                f"rank {get_rank()}: a training forward while {loader} is being walked, whose "
-                "ranks have unequal numbers of batches: the last batches would wait for ever for "
-                "ranks that have none. Make the training loader with pad=True (or drop_last="
-                "True), call model.eval() to evaluate, or train inside model.join()."
-            )
+    def _puts_reducer_off(self) -> bool:
+        """Whether this forward leaves the reducer to its backward, if ever there is one.
+
+        One rank may evaluate alone. With gradients torch's forward would wait for the others to
+        rebuild buckets with it, or leave a reducer armed, which cannot rebuild them any more.
+        """
+        evaluates = self._watch is not None and not self._trains and not in_join(self)
+        return evaluates and is_to_rebuild_buckets(self)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether the model is in ``train()`` mode; it may have been told without the wrapper."""
+        return uncompiled(self.module).training
+
+    @staticmethod
+    def _uneven_loader() -> str | None:
+        passes = sys.modules.get("ddp_utils.data.passes")  # without it none is being walked
+        return None if passes is None else passes.take_uneven_draw()
+
+    @staticmethod
+    def _would_wait(loader: str) -> DistributedError:
+        return DistributedError(
+            f"rank {get_rank()}: a training forward while {loader} is being walked, whose "
+            "ranks have unequal numbers of batches: the last batches would wait for ever for "
+            "ranks that have none. Make the training loader with pad=True (or drop_last="
+            "True), call model.eval() to evaluate, or train inside model.join()."
+        )
 
     def will_sync_module_buffers(self) -> bool:
         """Whether torch itself sends the buffers before a forward: only inside ``join()``.
@@ -131,7 +155,7 @@ class WrappedModel(DistributedDataParallel):
         return in_join(self) and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return joined_until_exit(self, super().join_hook(**kwargs))  # type: ignore[no-untyped-call]
+        return JoinedUntilExit(self, super().join_hook(**kwargs))  # type: ignore[no-untyped-call]
 
     def _finish_buffers(self) -> None:
         """Let nobody see buffers that others have sent and that have not been put in place."""
@@ -142,6 +166,14 @@ class WrappedModel(DistributedDataParallel):
     def train(self, mode: bool = True) -> Self:
         self._finish_buffers()
         super().train(mode)  # type: ignore[no-untyped-call]
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._finish_buffers()
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        watch = self.__dict__.get("_watch")
+        if watch is not None:
+            watch.look_again()  # another dtype or device would leave the reducer behind
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +259,7 @@ class WrappedModel(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._comm_hooks = []
+        self._has_rebuilt_buckets = False
         if self.static_graph:  # its new reducer, too, waits for a first backward to be told to add
             self._static_graph_delay_allreduce_enqueued = False
         register_hook(self, self._comm_hook)

@@ -32,7 +32,7 @@ from ddp_utils import (
     shard_batch_sampler,
 )
 from ddp_utils.data import loaders
-from ddp_utils.data.loaders import uneven_pass_in_progress
+from ddp_utils.data.passes import take_uneven_draw
 
 
 def batches(loader: Any) -> list[list[int]]:
@@ -247,9 +247,9 @@ def test_a_left_pass_ends_with_its_workers_and_is_no_longer_uneven() -> None:
         seen = []
         loader = make_loader(range(9), 2, pad=pad, num_workers=1)
         for _ in loader:
-            seen.append(uneven_pass_in_progress())
+            seen.append(take_uneven_draw())
             break
-        seen.append(uneven_pass_in_progress())
+        seen.append(take_uneven_draw())
         assert multiprocessing.active_children() == []
         return seen
 
@@ -261,7 +261,7 @@ def test_a_left_pass_ends_with_its_workers_and_is_no_longer_uneven() -> None:
 def test_unevenness_ends_with_the_pass() -> None:
     def walk() -> list[str | None]:
         loader = make_loader(range(5), 2)
-        return [*(uneven_pass_in_progress() for _ in loader), uneven_pass_in_progress()]
+        return [*(take_uneven_draw() for _ in loader), take_uneven_draw()]
 
     assert on_ranks(2, walk) == [["range(0, 5)", "range(0, 5)", None], ["range(0, 5)", None]]
     assert on_ranks(5, walk) == [[None, None]] * 5

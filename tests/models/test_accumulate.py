@@ -110,6 +110,41 @@ def test_accumulated_gradients_are_those_of_one_big_batch(every: int, total: int
     assert ours == theirs
 
 
+@pytest.mark.distributed(world_size=2)
+def test_a_static_graph_learns_it_in_the_first_micro_batch() -> None:
+    model = wrap_ddp(net(), static_graph=True)
+    syncs: list[int] = []
+    wraps_bucket(model, syncs)
+    found = []
+    for step in range(6):
+        before = len(syncs)
+        with accumulate(model, step, every=3) as window:
+            loss = model(DATA[step, dist.get_rank()]).square().mean() * window.scale
+            loss.backward()
+        assert (len(syncs) > before) == (window.is_last or step == 0)
+        if window.is_last:
+            found.append(gradients(model))
+            model.zero_grad()
+    alone = net()
+    for grads, samples in zip(found, (DATA[:3], DATA[3:6]), strict=True):
+        alone.zero_grad()
+        alone(samples.reshape(-1, 3)).square().mean().backward()
+        assert grads == pytest.approx(gradients(alone), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_trainer_that_holds_wrapped_models() -> None:
+    trainer = nn.ModuleDict({"first": wrap_ddp(net()), "second": wrap_ddp(net())})
+    syncs: list[int] = []
+    for model in trainer.values():
+        wraps_bucket(model, syncs)
+    for step in range(2):
+        with accumulate(trainer, step, every=2) as window:
+            x = DATA[step, dist.get_rank()]
+            (sum(m(x).square().mean() for m in trainer.values()) * window.scale).backward()
+        assert len(syncs) == (2 if window.is_last else 0)
+
+
 def train_scaled(wrapped: bool) -> list[float]:
     """Train in windows with a scaler, clipping and an overflow, over two ranks or one."""
     model: Any = wrap_ddp(net().float()) if wrapped else net().float()
@@ -174,6 +209,13 @@ def test_scales_add_up_to_the_world_size() -> None:
     rank = dist.get_rank()
     found = [global_scale(3 if rank else 1), global_scale(torch.tensor(2.0 * rank))]
     assert [*found, global_scale(0)] == ([1.5, 2.0, 0.0] if rank else [0.5, 0.0, 0.0])
+
+
+@pytest.mark.distributed(world_size=3)
+def test_scales_of_a_group() -> None:
+    group = dist.new_group([1, 2])
+    if rank := dist.get_rank():
+        assert global_scale(rank, group=group) == pytest.approx(2 * rank / 3)
 
 
 def test_alone_the_scale_is_one() -> None:

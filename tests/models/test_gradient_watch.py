@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ import torch._dynamo  # DDP imports it; so every rank finds it loaded
 import torch.distributed as dist
 from torch import nn
 
-from ddp_utils import DistributedError, accumulate, wrap_ddp
+from ddp_utils import (
+    DistributedError,
+    RankFailedError,
+    accumulate,
+    all_reduce_mean,
+    check_in_sync,
+    unwrap,
+    wrap_ddp,
+)
 from ddp_utils.models import gradient_watch
 from ddp_utils.testing import run_distributed
 
@@ -31,7 +41,7 @@ class Two(nn.Module):
     def forward(self, x: torch.Tensor, kind: str = "tuple") -> Any:
         a, b = self.a(x), self.b(x)
         kinds = {"tuple": (a, b), "dict": {"a": a, "b": [b]}, "dataclass": Output(a, b)}
-        return kinds.get(kind) or Opaque(a, b)
+        return kinds.get(kind) or {"object": Object, "opaque": Opaque}[kind](a, b)
 
 
 @dataclass
@@ -40,8 +50,18 @@ class Output:
     b: torch.Tensor
 
 
+class Object:
+    """An output that is no tree, and holds the tensors in another such."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.inner = SimpleNamespace(a=a, b=b)
+        self.outputs = a, b
+
+
 class Opaque:
     """An output that nobody can look into."""
+
+    __slots__ = ("outputs",)
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self.outputs = a, b
@@ -116,8 +136,9 @@ def test_what_is_right_is_not_complained_of() -> None:
         (out["a"].sum() + out["b"][0].sum()).backward()
         out = model(batch(), "dataclass")
         (out.a.sum() + out.b.sum()).backward()
-        a, b = model(batch(), "opaque").outputs
-        (a.sum() + b.sum()).backward()
+        for kind in ("object", "opaque"):
+            a, b = model(batch(), kind).outputs
+            (a.sum() + b.sum()).backward()
 
     steps = [value for value in locals().values() if callable(value) and value is not model]
     assert len(steps) == 9
@@ -130,12 +151,134 @@ def test_what_is_right_is_not_complained_of() -> None:
     assert found == []
 
 
-@pytest.mark.distributed(world_size=1)
-def test_an_output_that_cannot_be_looked_into_is_left_to_torch() -> None:
-    """Its backward cannot be told from an inner one, so nothing is claimed about its end."""
+def skips_on_rank_one(kind: str, steps_before: int) -> list[str]:
     model: Any = wrap_ddp(Two())
-    a, _ = model(batch(), "opaque").outputs
-    assert said(lambda: a.sum().backward()) == []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(skips: bool) -> None:
+        optimizer.zero_grad()
+        a, b = model(batch(), kind).outputs
+        (a.sum() if skips else a.sum() + b.sum()).backward()
+        if skips and kind == "object":
+            raise AssertionError("not noticed at the end of the backward")
+        optimizer.step()
+
+    for _ in range(steps_before):
+        train(skips=False)
+    if dist.get_rank() == 1:
+        found = said(lambda: train(skips=True))
+        raise ValueError(*found)
+    train(skips=False)
+    return []
+
+
+@pytest.mark.parametrize("steps_before", [0, 3, gradient_watch.FIRST_STEPS + 1])
+@pytest.mark.parametrize("kind", ["object", "opaque"])
+def test_a_skipped_parameter_is_noticed_through_any_output(kind: str, steps_before: int) -> None:
+    """At the end of the backward, or where the output cannot be looked into, before the step."""
+    with pytest.raises(RankFailedError, match=r"without a gradient for 'b.weight', 'b.bias'"):
+        run_distributed(skips_on_rank_one, kind, steps_before, timeout=60)
+
+
+def skips_under_torchs_debugging(level: str) -> list[list[str]]:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = level
+    dist.set_debug_level_from_env()
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    model: Any = wrap_ddp(Layers(layers))
+    for _ in range(gradient_watch.FIRST_STEPS + 1):
+        model(batch(), 4).sum().backward()
+    return [said(lambda: model(batch(), 3).sum().backward())]
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        for layer in list(self.layers)[:first]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+def test_the_names_are_right_whatever_torch_adds(level: str) -> None:
+    (((found,),),) = run_distributed(skips_under_torchs_debugging, level, world_size=1)
+    assert "without a gradient for 'layers.3.weight', 'layers.3.bias'," in found
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("how", ["wrapper", "inside", "assignment"])
+def test_a_model_that_was_converted_after_wrapping_is_an_error(how: str) -> None:
+    model: Any = wrap_ddp(Two())
+    x = batch().double()
+    for _ in range(gradient_watch.FIRST_STEPS + 1):
+        a, b = model(batch())
+        (a.sum() + b.sum()).backward()
+    if how == "wrapper":
+        model.double()
+    elif how == "inside":
+        model.module.double()
+    else:
+        for parameter in model.parameters():
+            parameter.grad, parameter.data = None, parameter.data.double()
+    found: list[str] = []
+    for _ in range(1 if how == "wrapper" else gradient_watch.LOOK_AGAIN):
+        a, b = model(x)
+        found += said((a.sum() + b.sum()).backward)
+        if found:
+            break
+    assert all(repr(name) in found[0] for name in ("a.weight", "a.bias", "b.weight", "b.bias"))
+    assert "given another dtype" in found[0]
+    model.eval()
+    with torch.no_grad():
+        model(x)  # to evaluate it is no mistake
+
+
+@pytest.mark.distributed(world_size=2)
+def test_conversions_that_change_nothing_are_silent() -> None:
+    model: Any = wrap_ddp(Two())
+    found = []
+    for convert in (model.float, model.cpu, lambda: model.to(memory_format=torch.channels_last)):
+        convert()
+        a, b = model(batch())
+        found += said((a.sum() + b.sum()).backward)
+    assert found == []
+
+
+class Headed(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)).sum()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_models_that_share_a_layer() -> None:
+    body = nn.Linear(2, 2)
+    pair = [wrap_ddp(Headed(body), gradient_as_bucket_view=False) for _ in range(2)]
+    found = []
+    for _ in range(3):
+        for model in pair:
+            body.zero_grad()
+            found += said(model(batch()).backward)
+            check_in_sync(model)
+        body.zero_grad()
+        losses = [model(batch()) for model in pair]
+        found += said(sum(losses).backward)  # type: ignore[union-attr]
+        check_in_sync(pair[0])
+        expected = all_reduce_mean(body_gradient(pair, batch()))
+        torch.testing.assert_close(body.weight.grad, expected)
+    assert found == []
+
+
+def body_gradient(pair: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+    bare = [unwrap(model) for model in pair]
+    loss = sum(model(x) for model in bare)
+    return torch.autograd.grad(loss, bare[0].body.weight)[0]
 
 
 def astray_later() -> list[list[str]]:

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # DDP imports it; so every rank finds it loaded
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import (
@@ -324,6 +325,79 @@ def test_no_training_while_an_uneven_loader_is_walked() -> None:
     text = str(caught.value)
     assert text.startswith(f"rank {dist.get_rank()}: a training forward while ")
     assert "pad=True" in text
+
+
+@pytest.mark.distributed(world_size=2)
+def test_an_uneven_loader_that_is_kept_for_later_stops_no_training() -> None:
+    model = wrap_ddp(Normed())
+    for_evaluation = iter(make_loader(range(7), batch_size=1, pad=False))
+    for _ in range(2):
+        next(for_evaluation)
+        model.eval()(batch())
+        for _ in make_loader(range(4), batch_size=1, pad=True):
+            model.train()(batch()).sum().backward()
+    next(for_evaluation)
+    with pytest.raises(DistributedError, match="is being walked"):
+        model(batch())
+
+
+@pytest.mark.distributed(world_size=2, timeout=60)
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_one_rank_evaluates_with_gradients_after_the_first_step(static_graph: bool) -> None:
+    model = wrap_ddp(Normed(), static_graph=static_graph)
+    fine_tuned = wrap_ddp(Normed(), static_graph=static_graph)
+    fine_tuned.eval()  # and trained so
+    for each in (model, copy.deepcopy(model), fine_tuned):
+        trains = each.training
+        each(batch()).sum().backward()
+        each.zero_grad()
+        if dist.get_rank() == 1:
+            each.eval()
+            each(batch()).sum()
+            each.train(trains)
+        for _ in range(2):
+            each.zero_grad()
+            each(batch()).sum().backward()
+        check_in_sync(each)
+        assert each._has_rebuilt_buckets
+
+
+@pytest.mark.distributed(world_size=2, timeout=60)
+def test_the_mode_of_the_model_inside_counts() -> None:
+    net = Normed()
+    model = wrap_ddp(net)
+    model(batch()).sum().backward()
+    net.eval()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model(batch())
+    model.eval()
+    net.train()
+    for _ in range(2):
+        model(batch()).sum().backward()
+        check_in_sync(model)
+
+
+@pytest.mark.distributed(world_size=2, timeout=60)
+@pytest.mark.parametrize("how", ["model", "Join"])
+def test_an_error_inside_join_ends_it(how: str) -> None:
+    model = wrap_ddp(Normed())
+
+    def fail() -> None:
+        with model.join() if how == "model" else Join([model]):  # type: ignore[list-item]
+            model(batch()).sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    model.eval()
+    if dist.get_rank() == 1:
+        model(batch())
+    model.train()
+    model.zero_grad()
+    for _ in range(2):
+        model(batch()).sum().backward()
+        check_in_sync(model)
 
 
 @pytest.mark.distributed(world_size=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
@@ -144,11 +144,14 @@ def launch(
     Raises:
         StartError: As for :func:`distributed_main`.
         RankFailedError: A rank failed.
+        TypeError: ``args`` is no sequence of arguments.
 
     Example:
         >>> launch(abs, (-2,), nproc=1)
         [2]
     """
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise TypeError(f"launch takes the arguments of the function as one tuple: ({args!r},)")
     chosen = Options(
         nproc=nproc,
         devices=devices,

@@ -283,7 +283,9 @@ def _refuse_no_batches(loader: DistributedLoader) -> None:
 def _arithmetic(loader: DistributedLoader) -> str:
     """Return one line that says how large the global batch is, and why."""
     ranks, size = get_world_size(), loader.batch_size
-    counts = {"samples": _samples(loader), "batches on each rank": _batches(loader)}
+    uneven = loader.turns.is_uneven(loader.items_in_batch, loader.drop_last)
+    where = f"rank {get_rank()}" if uneven else "each rank"
+    counts = {"samples": _samples(loader), f"batches on {where}": _batches(loader)}
     known = [f"{count} {what}" for what, count in counts.items() if count is not None]
     batch = (
         f"batches of {type(loader.batch_sampler).__name__} dealt out to {ranks} ranks"

@@ -39,7 +39,7 @@ from ddp_utils.ground.errors import DistributedError
 from ddp_utils.ground.trees import flatten
 from ddp_utils.world.world import get_rank
 
-__all__ = ["GradientWatch", "tensors_with_backward"]
+__all__ = ["GradientWatch", "models_that_average", "tensors_with_backward"]
 
 FIRST_STEPS = 10
 """Synchronised backward passes with a hook on each parameter."""
@@ -192,6 +192,10 @@ class GradientWatch:
         """Whether this model's reducer takes the parameter's next gradient."""
         return self._armed and parameter in self._names
 
+    def model_of(self, parameter: nn.Parameter) -> DistributedDataParallel | None:
+        """Return the watched model if the parameter is one that it averages."""
+        return self._ddp() if parameter in self._names else None
+
     def _on_end(self) -> None:
         begun, self._begun = self._begun, None
         self._warn_of_astray()
@@ -273,6 +277,12 @@ class GradientWatch:
 
 
 _watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
+
+
+def models_that_average(parameter: nn.Parameter) -> list[DistributedDataParallel]:
+    """Return the wrapped models of this process that the parameter's gradient belongs to."""
+    found = [watch.model_of(parameter) for watch in _watches]
+    return [model for model in found if model is not None]
 
 
 def _will_be_averaged(parameter: nn.Parameter) -> bool:

@@ -41,7 +41,7 @@ def strip_module_prefix(state_dict: State, model: nn.Module | None = None) -> St
 
     Returns:
         A new mapping. ``n_averaged`` of an ``AveragedModel`` stays, under that name (of two, the
-        outer one).
+        outer one), unless the model has a buffer of that name.
 
     Example:
         >>> strip_module_prefix({"module._orig_mod.weight": 1, "module._orig_mod.bias": 2})
@@ -51,16 +51,7 @@ def strip_module_prefix(state_dict: State, model: nn.Module | None = None) -> St
         >>> strip_module_prefix({"module.weight": 1, "head.weight": 2})
         {'module.weight': 1, 'head.weight': 2}
     """
-    prefix = _common_prefix(state_dict)
-    if model is not None:
-        prefix = _prefix_that_fits(prefix, state_dict, unwrap(model).state_dict().keys())
-    whole = "".join(prefix)
-    size = len(whole)
-
-    def rename(key: Any) -> Any:
-        return key[size:] if size and key.startswith(whole) else _without(prefix, key)
-
-    return _renamed(state_dict, rename, lambda path: _without_path(whole, path))
+    return _stripped(state_dict, model)[0]
 
 
 class LoadedKeys(NamedTuple):
@@ -80,7 +71,8 @@ def load_model_state(
 
     Args:
         model: The model, in any nesting of wrappers or none.
-        state_dict: A state of the same model, in any nesting of wrappers or none.
+        state_dict: A state of the same model, in any nesting of wrappers or none, or in an
+            attribute of a trainer class that has no other state (``model.`` before every key).
         strict: Whether a missing or unexpected key is an error, as in ``load_state_dict``.
 
     Returns:
@@ -100,18 +92,39 @@ def load_model_state(
     bare = unwrap(model)
     own = bare.state_dict()
     given = state_dict if isinstance(state_dict, MutableMapping) else dict(state_dict)
-    bare_state = _named_like(strip_module_prefix(given, model), bare)
-    counter = None if COUNTER in own else bare_state.pop(COUNTER, None)
+    stripped, counter = _stripped(given, model)
+    if COUNTER not in own and COUNTER in stripped:
+        counter = stripped.pop(COUNTER)
+    bare_state = _named_like(_out_of_owner(stripped, own), bare)
     if own and bare_state and not any(key in own for key in bare_state):
         raise ValueError(
             f"not one key of this state fits the model. The state has {_first(bare_state)}; the "
             f"model has {_first(own)}. Of a whole checkpoint, pass the model's part "
-            '(checkpoint["model"]).'
+            '(checkpoint["model"]); of a larger model, the keys of this part, without their '
+            "common beginning."
         )
     result = bare.load_state_dict(bare_state, strict=strict)
     if counter is not None:
         _set_counter(model, counter)
     return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
+
+
+def _stripped(state_dict: State, model: nn.Module | None) -> tuple[State, Any]:
+    """Return the state under bare keys, and the counter of the outermost wrapper that has one."""
+    prefix = _common_prefix(state_dict)
+    if model is not None:
+        prefix = _prefix_that_fits(prefix, state_dict, unwrap(model).state_dict().keys())
+    whole = "".join(prefix)
+    size = len(whole)
+    levels = ("".join(prefix[:depth]) for depth in range(len(prefix)))
+    counters = [level + COUNTER for level in levels if level + COUNTER in state_dict]
+    left_out = counters if whole + COUNTER in state_dict else []  # the model's own has the name
+
+    def rename(key: Any) -> Any:
+        return key[size:] if size and key.startswith(whole) else _without(prefix, key)
+
+    bare = _renamed(state_dict, rename, lambda path: _without_path(whole, path), left_out)
+    return bare, state_dict[counters[0]] if counters else None
 
 
 def _common_prefix(keys: Collection[Any]) -> tuple[str, ...]:
@@ -165,6 +178,22 @@ def _without_path(whole: str, path: str) -> str | None:
     return path[len(whole) :] if f"{path}.".startswith(whole) else None
 
 
+def _out_of_owner(state_dict: State, own: Collection[str]) -> State:
+    """Return a state without one name before every key, if that makes it exactly the model's.
+
+    A trainer class that holds the network in an attribute saves it so: ``model.layer.weight``.
+    """
+    owner = str(next(iter(state_dict), "")).partition(".")[0] + "."
+    if owner[:-1] in {key.partition(".")[0] for key in own}:
+        return state_dict
+    if not all(isinstance(key, str) and key.startswith(owner) for key in state_dict):
+        return state_dict
+    size = len(owner)
+    if {_uncompiled(key[size:]) for key in state_dict} != set(map(_uncompiled, own)):
+        return state_dict
+    return _renamed(state_dict, lambda key: key[size:], lambda path: _without_path(owner, path))
+
+
 def _named_like(state_dict: State, model: nn.Module) -> State:
     """Return the state under the model's names, where parts of either of them are compiled.
 
@@ -186,12 +215,16 @@ def _uncompiled(name: Any) -> Any:
 
 
 def _renamed(
-    state_dict: State, rename: Callable[[Any], Any], rename_path: Callable[[str], str | None]
+    state_dict: State,
+    rename: Callable[[Any], Any],
+    rename_path: Callable[[str], str | None],
+    left_out: Collection[Any] = (),
 ) -> State:
     """Return the same kind of mapping under other keys; of two that meet, the first stays."""
     new = _emptied(state_dict)
     for key, value in state_dict.items():
-        new.setdefault(rename(key), value)
+        if key not in left_out:
+            new.setdefault(rename(key), value)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         kept = _emptied(metadata)

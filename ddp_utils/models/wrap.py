@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -17,6 +18,7 @@ from ddp_utils.agree.loggers import get_logger
 from ddp_utils.ground.errors import DistributedError
 from ddp_utils.models.batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from ddp_utils.models.comm_hooks import CommHook, check_hook_runs, checked_hook
+from ddp_utils.models.gradient_watch import models_that_average
 from ddp_utils.models.wrapper import WrappedModel
 from ddp_utils.talk.exchange import Call
 from ddp_utils.world.devices import accelerator_type, visible_devices
@@ -83,7 +85,8 @@ def wrap_ddp(
         RanksDisagreeError: On every rank, if the models or the arguments differ between ranks:
             names the parameters. Or another rank could not take part, and why.
         ValueError: The model or a part of it is wrapped already, or it has no place to be
-            (meta tensors, several kinds of devices), or the backend cannot run the hook.
+            (meta tensors, several kinds of devices), or the backend cannot run the hook, or it
+            shares a parameter with a wrapped model that keeps gradients in the other way.
         TypeError: ``model`` is no module.
         DistributedError: A launcher started several ranks, but there is no process group yet.
 
@@ -103,6 +106,8 @@ def wrap_ddp(
         model = _placed(model, ddp_kwargs)
         if not is_distributed():
             return _without_group(model)
+        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        _check_sharing(model, ddp_kwargs["gradient_as_bucket_view"])
         model = _with_batchnorm_that_works(model, sync_batchnorm, group)
         options = {
             "sync_batchnorm": sync_batchnorm,
@@ -204,6 +209,32 @@ def _check_names(ddp_kwargs: Mapping[str, Any]) -> None:
         )
 
 
+def _check_sharing(model: nn.Module, as_views: bool) -> None:
+    """Refuse a parameter whose gradient one wrapped model would replace under another's hands.
+
+    Torch keeps the gradient where the model that takes views has it, and the sum of two losses
+    comes out averaged by one of the two, or by none.
+    """
+    name = _kept_in_two_ways(model, as_views)
+    if name is not None:
+        gc.collect()  # a model that was wrapped before and dropped is no other model
+        name = _kept_in_two_ways(model, as_views)
+    if name is not None:
+        raise ValueError(
+            f"wrap_ddp: {name!r} belongs to another wrapped model too, which has "
+            f"gradient_as_bucket_view={not as_views}: its gradient would be wrong. Give both "
+            "gradient_as_bucket_view=False."
+        )
+
+
+def _kept_in_two_ways(model: nn.Module, as_views: bool) -> str | None:
+    for name, parameter in model.named_parameters():
+        others = models_that_average(parameter)
+        if any(other.gradient_as_bucket_view != as_views for other in others):
+            return name
+    return None
+
+
 def _placed(model: M, ddp_kwargs: dict[str, Any]) -> M:
     """Return the model where it is to train, and put what DDP must know of that into the kwargs."""
     names = ("device_ids", "output_device")
@@ -301,7 +332,6 @@ def _wrapped(model: M, *, comm_hook: CommHook, **options: Any) -> M:
         _take_from_rank_zero(model, group)
         return model
     check_hook_runs(comm_hook, next(model.parameters()).device, group)
-    options.setdefault("gradient_as_bucket_view", True)
     wrapped = WrappedModel(model, comm_hook=comm_hook, **options)
     shadowed = wrapped.shadowed_names()
     if shadowed:

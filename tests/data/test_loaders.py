@@ -88,6 +88,12 @@ def test_the_arithmetic_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert messages == [
         "range(0, 1000): global batch 64 = 4 ranks x 16, 1000 samples, 16 batches on each rank"
     ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        on_ranks(2, lambda: make_loader(range(5)))
+    assert [record.getMessage() for record in caplog.records] == [
+        "range(0, 5): global batch 2 = 2 ranks x 1, 5 samples, 3 batches on rank 0",
+    ]
 
 
 class Stream(IterableDataset[int]):

@@ -708,12 +708,13 @@ class TestOneProcess:
         files = {
             "model": model.state_dict(),  # torch.save(model.state_dict(), path)
             "model_state_dict": {"model_state_dict": model.state_dict(), "epoch": 3},
-            "state_dict": {  # DDP, and Lightning's names
-                "state_dict": nn.DataParallel(model).state_dict(),
+            "state_dict": {  # a LightningModule with the network in an attribute
+                "state_dict": {f"network.{key}": v for key, v in model.state_dict().items()},
                 "optimizer_states": [torch.optim.SGD(model.parameters(), lr=1).state_dict()],
                 "global_step": 3,
                 "pytorch-lightning_version": "2.4",
             },
+            "ddp": {"ddp": nn.DataParallel(model).state_dict()},
             "net": {"net": {f"_orig_mod.{key}": v for key, v in model.state_dict().items()}},
         }
         for name, content in files.items():

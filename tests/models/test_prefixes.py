@@ -261,3 +261,40 @@ def test_a_state_of_which_nothing_fits_is_an_error_also_when_not_strict() -> Non
     with pytest.raises(ValueError, match=r"'model', 'epoch'.*checkpoint\[\"model\"\]"):
         load_model_state(nn.Linear(2, 1), checkpoint, strict=False)
     load_model_state(nn.Identity(), {})
+
+
+class Trainer(nn.Module):
+    """Holds the network in an attribute, as a ``LightningModule`` does."""
+
+    def __init__(self, network: nn.Module, **others: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        for name, module in others.items():
+            self.add_module(name, module)
+
+
+@pytest.mark.parametrize("inside", [[], ["compile"]])
+@pytest.mark.parametrize("outside", [[], ["dp"], ["averaged", "compile"]])
+def test_a_network_comes_out_of_a_trainers_attribute(inside: list[str], outside: list[str]) -> None:
+    trained, other = Layers(), Layers()
+    state = nested(Trainer(nested(trained, inside)), outside).state_dict()
+    assert load_model_state(other, state) == ([], [])
+    for expected, value in zip(trained.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, value)
+
+
+def test_a_part_of_more_than_the_network_is_not_guessed() -> None:
+    state = Trainer(nn.Linear(2, 1), teacher=nn.Linear(2, 1)).state_dict()
+    with pytest.raises(ValueError, match="of a larger model, the keys of this part"):
+        load_model_state(nn.Linear(2, 1), state)
+
+
+def test_a_buffer_called_like_the_counter_is_the_models_own() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    for each, value in ((model, 5), (other, 0)):
+        each.register_buffer("n_averaged", torch.tensor(value))
+    average, loaded = AveragedModel(model), AveragedModel(other)
+    average.n_averaged.fill_(9)
+    assert strip_module_prefix(average.state_dict())["n_averaged"] == 5
+    assert load_model_state(loaded, average.state_dict()) == ([], [])
+    assert (loaded.n_averaged, loaded.module.n_averaged) == (9, 5)

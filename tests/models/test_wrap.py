@@ -226,3 +226,32 @@ def test_accumulation_finds_ddp_inside_other_wrappers() -> None:
         with accumulate(torch.compile(model, backend="eager"), step, every=2):  # type: ignore[arg-type]
             found.append(model.require_backward_grad_sync)
     assert found == [False, True, False, True]
+
+
+def share_a_parameter(one: bool, other: bool) -> list[str]:
+    """Wrap two models with one encoder, whose gradients torch keeps in two ways or in one."""
+    encoder, told = nn.Linear(3, 3), []
+    dropped = wrap_ddp(nn.Sequential(encoder), gradient_as_bucket_view=other)
+    dropped.ring = [dropped]  # only the garbage collector finds it
+    del dropped
+    first = wrap_ddp(nn.Sequential(encoder, nn.Linear(3, 1)), gradient_as_bucket_view=one)
+    try:
+        second = wrap_ddp(nn.Sequential(encoder, nn.Linear(3, 1)), gradient_as_bucket_view=other)
+    except ValueError as error:
+        return [str(error)]
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        expected = torch.autograd.grad(unwrap(first)(x).sum(), encoder.weight)[0]
+        expected += torch.autograd.grad(unwrap(second)(x).square().sum(), encoder.weight)[0]
+        encoder.weight.grad = None
+        (first(x).sum() + second(x).square().sum()).backward()
+        dist.all_reduce(expected)
+        torch.testing.assert_close(encoder.weight.grad, expected / dist.get_world_size())
+    return told
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_models_that_share_a_parameter_keep_its_gradient_in_one_way(one: bool) -> None:
+    for told in run_distributed(share_a_parameter, one, not one):
+        assert "'0.weight' belongs to another wrapped model too" in told[0]
+    assert run_distributed(share_a_parameter, False, False) == [[], []]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -285,3 +286,9 @@ def test_the_right_cause_in_100_of_100_runs() -> None:
                 launch(rank_one, (how,), nproc=2)
             assert caught.value.rank == 1
             assert isinstance(caught.value.cause, CustomError)
+
+
+@pytest.mark.parametrize("args", ["data", b"data", 5])
+def test_one_argument_that_is_no_tuple_is_told_how_to_be_one(args: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"({args!r},)")):
+        launch(print, args, nproc=2)

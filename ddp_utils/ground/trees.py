@@ -188,8 +188,9 @@ def _rebuild(node: Any, keys: Sequence[Any], children: list[Any]) -> Any:
     """Return a container like ``node`` that holds ``children``."""
     kind = type(node)
     if kind is dict:
-        by_key = dict(zip(keys, children, strict=True))
-        return dict(zip(node, map(by_key.__getitem__, node), strict=True))
+        in_order: dict[Any, Any] = dict.fromkeys(node)
+        in_order.update(zip(keys, children, strict=True))
+        return in_order
     if kind in (list, tuple):
         return kind(children)
     if isinstance(node, Mapping):

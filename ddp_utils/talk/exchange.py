@@ -172,7 +172,6 @@ def _first_message(circle: Circle, note: Note, payload: bytes) -> Answers:
     message = bytearray(SIZE)
     HEAD.pack_into(message, 0, *note)
     message[HEAD.size : HEAD.size + len(payload)] = payload
-    road = road_for(circle)
-    tensor = torch.frombuffer(message, dtype=torch.uint8).to(road)
+    tensor = torch.frombuffer(message, dtype=torch.uint8).to(road_for(circle))
     rows = gather_even(circle, tensor).cpu().numpy()
     return Answers([Note(*HEAD.unpack_from(row)) for row in rows], rows[:, HEAD.size :])

@@ -29,6 +29,7 @@ __all__ = [
     "leaf_of",
     "numbers_of",
     "plan_for",
+    "plan_for_types",
     "plan_of",
     "rebuild_leaf",
     "reduce_rows",
@@ -170,6 +171,13 @@ def plan_for(operation: str, structure: Hashable, leaves: tuple[Leaf, ...]) -> P
     return plan_of(operation, paths_of(structure), leaves)
 
 
+@lru_cache(maxsize=64)
+def plan_for_types(operation: str, structure: Hashable, types: tuple[type, ...]) -> Plan | None:
+    """Return the plan for a tree with leaves of these types, None unless all are Python numbers."""
+    leaves = tuple(map(PYTHON.get, types))
+    return None if None in leaves else plan_of(operation, paths_of(structure), leaves)  # type: ignore[arg-type]
+
+
 def plan_of(operation: str, paths: Sequence[str], leaves: Sequence[Leaf]) -> Plan:
     """Return the plan for leaves at these paths."""
     is_float = [leaf.kind == "float" for leaf in leaves]
@@ -254,7 +262,7 @@ REDUCE: dict[str, Callable[..., Any]] = {"sum": np.sum, "min": np.min, "max": np
 def _mean(rows: NDArray[np.float64], weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
         if weights is None:
-            return rows.sum(axis=0) / len(rows)  # type: ignore[no-any-return]
+            return np.add.reduce(rows) / len(rows)  # type: ignore[no-any-return]
         counted = weights != 0
         total = (weights[counted, None] * rows[counted]).sum(axis=0)
         return total / weights.sum()  # type: ignore[no-any-return]

@@ -24,7 +24,6 @@ from ddp_utils.talk.agreement import Came
 from ddp_utils.talk.circle import road_for
 from ddp_utils.talk.exchange import PAYLOAD, Answers, Call, Note
 from ddp_utils.talk.packing import (
-    PYTHON,
     Leaf,
     Operation,
     Plan,
@@ -33,6 +32,7 @@ from ddp_utils.talk.packing import (
     leaf_of,
     numbers_of,
     plan_for,
+    plan_for_types,
     plan_of,
     rebuild_leaf,
     reduce_rows,
@@ -70,8 +70,11 @@ class Brought:
             TypeError: It does not only hold real numbers; names the path.
         """
         structure, values = flatten(tree)
+        plan = plan_for_types(name, structure, tuple(map(type, values)))
+        if plan is not None:  # the common case, and this makes it fast
+            return cls(operation, name, tree, structure, values, plan)
         try:
-            leaves = tuple([PYTHON.get(type(value)) or leaf_of(value) for value in values])
+            leaves = tuple(map(leaf_of, values))
         except TypeError:
             _blame(name, paths_of(structure), leaf_of, values)
             raise
